@@ -1,19 +1,18 @@
-"""Settings of glibc's allocator and of oneDNN, and the return of freed memory to the system.
+"""Settings of glibc's allocator and of oneDNN, and the return of freed memory.
 
 The process allocates and frees chunks of weights and activations all the time. By default glibc
-maps each large block and unmaps the block when it is freed, and the page faults cost more than the
-work on the block. So `tune` makes glibc keep freed blocks. Blocks of varying sizes fragment the
-heap, by gigabytes, so `give_back` returns the free memory after an evaluation. During and after a
-step a `Trimmer` returns free memory if the process has grown, because the temporary blocks of a
-layer lie between blocks that the layer keeps. The process of a small model does not grow, so it
-keeps its free memory. If it returned the memory after each step, page faults would take a third of
-the step.
+maps each large block and unmaps it when it is freed. The page faults cost more than the work on the
+block. So `tune` makes glibc keep freed blocks. Blocks of varying sizes fragment the heap, by
+gigabytes. So `give_back` returns the free memory after an evaluation. During and after a step a
+`Trimmer` returns free memory if the process has grown, because the temporary blocks of a layer lie
+between blocks that the layer keeps. The process of a small model does not grow, so it keeps its
+free memory. Otherwise page faults would take a third of each step.
 
 With other C libraries these functions do nothing.
 
 oneDNN multiplies 16-bit matrices on a CPU. For each of up to 1 024 shapes it caches generated code,
-and the weights in its own layout. Each sampling call brings shapes that no earlier call had. So a
-worker's memory grows with each call unless `bound_onednn` lowers the number of shapes.
+and the weights in its own layout. Each sampling call brings new shapes. So a worker's memory would
+grow with each call. `bound_onednn` therefore lowers the number of cached shapes.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ SETTINGS: Mapping[str, tuple[int, int]] = {
     "mmap_threshold": (-3, _LARGEST_FROM_HEAP),
     "trim_threshold": (-1, _KEPT_BYTES),
 }
-"""Options of glibc that make it keep freed blocks: by name of the environment variable, the
-option's number (malloc.h) and its value.
+"""Options of glibc that make it keep freed blocks. The key is an environment variable. The value
+has the option's number (malloc.h) and its setting.
 """
 
 
@@ -40,8 +39,8 @@ def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Make glibc keep freed blocks, about 64 MiB per busy thread.
 
     Args:
-        environment: environment variables of the process; an option that is set there by MALLOC_*
-            or GLIBC_TUNABLES is left unchanged.
+        environment: environment variables of the process. If MALLOC_* or GLIBC_TUNABLES sets an
+            option there, the option is left unchanged.
 
     Returns:
         The names of the options that were set.
@@ -67,10 +66,12 @@ the next step uses the same shapes.
 
 
 def bound_onednn(environment: MutableMapping[str, str]) -> None:
-    """Limit oneDNN's caches to `ONEDNN_SHAPES` shapes; call before the first matrix product.
+    """Limit oneDNN's caches to `ONEDNN_SHAPES` shapes.
+
+    The call must come before the first matrix product.
 
     Args:
-        environment: environment variables of the process; a variable that is already set is left
+        environment: environment variables of the process. A variable that is already set is left
             unchanged.
     """
     for name in ONEDNN_CACHES:
@@ -84,14 +85,17 @@ instead, a step would cause more page faults, and its peak memory would be hardl
 
 
 def give_back() -> None:
-    """Return freed memory to the system, in time proportional to the amount of freed memory."""
+    """Return freed memory to the system.
+
+    The call takes time in proportion to that memory.
+    """
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
 class Trimmer:
-    """When called, returns freed memory to the system if the process has grown by `GROWN_BYTES`."""
+    """Returns freed memory to the system when the process has grown."""
 
     def __init__(self) -> None:
         """Measure growth from the present memory of the process."""
@@ -120,7 +124,6 @@ def _resident_pages() -> int:
 
 
 def _glibc() -> Any:
-    """Return the C library of this process if it is glibc, else None."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018, only to see whether it is glibc

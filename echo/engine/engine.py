@@ -1,17 +1,17 @@
 """Contract of a rollout engine: weights in, versioned tokens out.
 
-An engine has no network and computes no rewards. Several threads may call its methods at once. A
-`load` in one thread while `generate` runs in another swaps the weights in flight, between two
-tokens. A completion records the version that sampled each of its tokens.
+An engine has no network and computes no rewards. Several threads may call its methods at once. If
+one thread calls `load` while `generate` runs in another, the weights are swapped in flight, between
+two tokens. A completion records the version that sampled each of its tokens.
 
 An engine that holds several versions side by side (`num_versions`) does not swap weights in flight.
 A call of `generate` samples from one version until it ends. `load` adds a version, and the calls
-that begin later sample from the added version. `generate` never waits for `load`; `load` waits for
+that begin later sample from the added version. `generate` never waits for `load`. `load` waits for
 running calls only while it finds no version to unload.
 
 After a swap, the engine's `kv_cache` setting decides what happens to the keys and values that the
 old weights computed. "recompute" runs the unfinished sequences through the new weights, so the next
-tokens have exactly the new version's distribution; the cost is one prefill of all unfinished
+tokens have exactly the new version's distribution. The cost is one prefill of all unfinished
 sequences. "keep" continues at once with the old keys and values, so the next tokens come from a
 mixture of both versions. The log-probabilities of these tokens are still those of the distribution
 that the tokens were sampled from. But no single version reproduces them, so the learner computes a
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 UNVERSIONED = PolicyVersion(0, 0)
-"""The version of weights that a caller loads without naming a version; real lineages begin at 1."""
+"""The version of weights that are loaded without a version. Real lineages begin at 1."""
 
 KvCache = Literal["recompute", "keep"]
 
@@ -53,13 +53,13 @@ FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature allowed. vLLM would raise a lower temperature to this value, but the learner
-would still divide its logits by the lower one, so their log-probabilities would differ.
+would not. So their log-probabilities would differ.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are sampled; every request of a call uses the same settings."""
+    """How tokens are sampled. All requests of a call have the same settings."""
 
     temperature: float
     """Number that the logits are divided by; at least MIN_TEMPERATURE."""
@@ -78,15 +78,15 @@ class Sampling:
     greedy: bool = False
     """Whether to take the most likely token, and ignore temperature, min_p, top_k and top_p."""
     min_p: float = 0.0
-    """Keep the tokens whose probability is at least this share of the most likely token's; applied
-    before top_k; 0 keeps all tokens.
+    """Keep the tokens whose probability is at least this share of the most likely token's. min_p is
+    applied before top_k; 0 keeps all tokens.
     """
     likely_ids: int = 0
     """Number of most likely ids of each token to record, with log-probabilities; 0 records no ids.
     """
     min_tokens: int = 0
-    """Number of tokens before which a completion cannot end: no stop id can be drawn, and no stop
-    string is looked for.
+    """Number of tokens before which a completion cannot end. Until then no stop id can be drawn,
+    and stop strings are ignored.
     """
     stop: StopStrings | None = None
     """Texts that end a completion; None for none."""
@@ -114,15 +114,18 @@ class Sampling:
 
     @property
     def has_support(self) -> bool:
-        """Whether completions record each token's support, because some ids cannot be drawn."""
+        """Whether completions record each token's support."""
         return self.truncates or (not self.greedy and self.min_tokens > 0)
 
     def num_barred(self, num_tokens: int) -> int:
-        """Return how many of the tokens after the first `num_tokens` cannot be a stop id."""
+        """Return how many of the next tokens cannot be a stop id.
+
+        `num_tokens` tokens were sampled before.
+        """
         return max(0, self.min_tokens - num_tokens) if self.stop_ids else 0
 
     def barred_support(self, num_sampled: int, num_tokens: int) -> TokenSets:
-        """Return the supports of the next `num_tokens` tokens, for settings that do not truncate.
+        """Return the supports of the next tokens, for settings that do not truncate.
 
         Args:
             num_sampled: number of tokens of the completion that were sampled before.
@@ -134,7 +137,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The sizes of rollouts that an engine should expect; real rollouts may be longer."""
+    """The expected sizes of rollouts. Real rollouts may be longer."""
 
     num_rollouts: int
     prompt_tokens: int
@@ -151,13 +154,12 @@ class Request:
     prompt_ids: npt.NDArray[np.int32]
     """[P] token ids of the prompt, at least one."""
     seed: int
-    """Seed of the random choices of this request; these choices do not depend on other requests of
-    the batch.
-    """
+    """Seed of this request's random choices. They do not depend on other requests of the batch."""
     prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[K] tokens of the completion that an earlier call sampled, and that this call continues. They
-    count towards the token limit and are not returned again. Continue with a new seed: the old seed
-    would repeat the random choices of the first tokens."""
+    """[K] tokens of the completion from an earlier call, which this call continues. They count
+    towards the token limit and are not returned again. The request needs a new seed: the old seed
+    would repeat the random choices of the first tokens.
+    """
     turn_start: int = 0
     """Number of tokens of the prefix before the present turn of an episode. Stop strings and
     `min_tokens` apply only to the tokens of the present turn.
@@ -215,14 +217,22 @@ class Completion:
     token_ids: npt.NDArray[np.int32]
     """[T] sampled ids, a stop id included; empty only after an abort."""
     logprobs: npt.NDArray[np.float32]
-    """[T] natural log-probability of each id under the distribution that it was sampled from: after
-    min_tokens, temperature, min_p, top_k and top_p, renormalised. Greedy sampling is
-    deterministic, so its log-probabilities are those of the plain softmax (temperature 1)."""
+    """[T] natural log-probability of each id under the distribution that it was sampled from. This
+    is the renormalised distribution after min_tokens, temperature, min_p, top_k and top_p. Greedy
+    sampling is deterministic, so its log-probabilities are those of the plain softmax (temperature
+    1).
+    """
     finish_reason: FinishReason
-    """"stop" (a stop id or a stop string), "length" (the limit, or the end of the model's window),
-    "abort" (the caller stopped the call), or "nonfinite": the logits give no probabilities, for
-    example after an overflow. The last log-probability of a "nonfinite" completion is NaN or
-    infinite, and the completion must not be trained on."""
+    """Why the completion ended:
+
+        "stop"        a stop id or a stop string
+        "length"      the limit, or the end of the model's window
+        "abort"       the caller stopped the call
+        "nonfinite"   the logits give no probabilities, for example after an overflow
+
+    The last log-probability of a "nonfinite" completion is NaN or infinite. Such a completion must
+    not be trained on.
+    """
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     support: TokenSets | None = None
@@ -234,7 +244,7 @@ class Completion:
 
 
 def describe_nonfinite(completion: Completion) -> str:
-    """Return the message for a "nonfinite" completion: at which token, and likely causes."""
+    """Return the message for a "nonfinite" completion, with place and likely causes."""
     version = PolicyVersion(*completion.policy_versions[-1].tolist())
     under = "" if version == UNVERSIONED else f" under {version}"
     return (
@@ -245,31 +255,32 @@ def describe_nonfinite(completion: Completion) -> str:
 
 
 class Watcher:
-    """Callbacks of a running `generate`, which reports its progress and asks whether to stop.
+    """Callbacks by which `generate` reports progress and asks whether to stop.
 
     The methods of this class do nothing and never stop a call.
     """
 
     def should_stop(self) -> bool:
-        """Return whether `generate` shall stop and return unfinished completions with "abort".
+        """Return whether `generate` shall stop.
 
-        The engine calls this several times a second.
+        `generate` then returns unfinished completions with "abort". The engine calls this method
+        several times a second.
         """
         return False
 
     def on_tokens(self, number: int) -> None:
-        """Receive the number of tokens sampled since the previous call of this method.
+        """Receive the number of tokens sampled since the previous call.
 
         The engine calls this several times a second.
         """
 
     def on_progress(self, number: int) -> None:
-        """Receive the number of steps of work that sampled no token, as in a long prefill."""
+        """Receive the number of work steps without tokens, as in a long prefill."""
 
     def on_completion(self, completion: Completion) -> None:
-        """Receive a completion that was not aborted, in the thread that called `generate`.
+        """Receive a completion that was not aborted.
 
-        `generate` returns the completion as well.
+        This runs in the thread that called `generate`. `generate` returns the completion as well.
         """
 
 
@@ -281,16 +292,16 @@ class Engine(abc.ABC):
     """An engine that samples completions from a causal language model."""
 
     takes_patches = False
-    """Whether `patch` is supported: it changes the installed weights in place."""
+    """Whether `patch` is supported."""
     is_continuous = False
-    """Whether the requests of a call join the running batch; otherwise a call of `generate` waits
-    until the previous call has ended.
+    """Whether the requests of a call join the running batch. Otherwise a call of `generate` waits
+    for the end of the previous call.
     """
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
     num_versions = 1
-    """How many of the newest versions stay loaded, so that calls can sample from each of them. If
-    the number is 1, a running call continues with the next version that is loaded.
+    """Number of newest versions that stay loaded, so that calls can sample from each of them. If it
+    is 1, a running call continues with the next version that is loaded.
     """
 
     @property
@@ -300,17 +311,16 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Install all weights of a version, in flight if `generate` runs; an error changes nothing.
+        """Install all weights of a version, in flight if `generate` runs.
 
-        An engine with one version returns when the next token will be sampled from the new weights.
-        An engine with several versions returns when calls that begin afterwards will sample from
-        the new version. If no further version fits beside the loaded ones, the engine first waits
-        until a loaded version other than the newest is used by no running call.
+        After the call, an engine with one version samples the next token from the new weights. An
+        engine with several versions samples later calls from the new version. If no further version
+        fits, the engine first waits until an older version is unused.
 
         Args:
             tensors: the weights by name; of tied tensors only one, under any of their names. The
-                engine may use the memory of the tensors until the next version is installed, so the
-                caller must not change that memory.
+                engine may use their memory until the next version is installed, so the caller must
+                not change it.
             version: the version of these weights.
 
         Raises:
@@ -319,19 +329,19 @@ class Engine(abc.ABC):
         """
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Install a version by patching the installed version, in flight like `load`.
+        """Patch the installed version, in flight like `load`.
 
         Supported only if `takes_patches` is true. Sampling pauses while the changed words are
         written.
 
         Args:
             patch: the changes from the installed version to the new one.
-            image: the writable memory of the tensors of the last `load`; the patch is written to
-                this memory.
+            image: the writable memory of the tensors of the last `load`, to which the patch is
+                written.
             specs: the place of each tensor in the image.
 
         Raises:
-            EngineError: if the patch fails; the engine then samples from the version before, and
+            EngineError: if the patch fails. The engine then samples from the version before, and
                 the image is unchanged.
         """
         raise EngineError("this engine takes whole versions only")
@@ -348,24 +358,24 @@ class Engine(abc.ABC):
         """Sample one completion for each request, in their order.
 
         Args:
-            requests: any number; they run in batches if memory cannot hold all at once. If memory
-                runs out nevertheless, this batch and all later ones become smaller.
+            requests: any number. They run in batches if memory cannot hold all at once. If memory
+                runs out nevertheless, this batch and all later batches become smaller.
             sampling: settings of all requests.
             watcher: receives progress and decides whether to stop.
             version: the version to sample from; None for the newest. An engine that holds several
                 versions keeps this version loaded during the call. An engine that holds one version
-                checks `version` only as the call begins, and a later `load` swaps the weights in
+                checks `version` only at the start of the call. A later `load` swaps the weights in
                 flight. So a caller that needs one version throughout must not load another during
                 the call.
 
         Raises:
-            EngineError: before any work if a prompt does not fit the model; later if memory cannot
+            EngineError: before any work if a prompt does not fit the model. Later if memory cannot
                 hold even one rollout.
             VersionError: before any work if the version is not installed.
         """
 
     def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
-        """Keep a version loaded during the `with` block, so that calls of `generate` can name it.
+        """Keep a version loaded for calls of `generate` in the `with` block.
 
         Raises:
             VersionError: on entry, if the version is not installed.
@@ -374,14 +384,14 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size, in tokens, fit into memory at once; at least 1.
+        """Return how many rollouts of this size fit into memory at once, at least 1.
 
         Raises:
             EngineError: if not even one rollout fits, with the numbers.
         """
 
     def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size fit into memory if no setting limits their number.
+        """Return how many rollouts fit into memory if no setting limits them.
 
         Raises:
             EngineError: for the same reason as in `max_concurrent_rollouts`.
@@ -393,7 +403,7 @@ class Engine(abc.ABC):
         return {}
 
     def can_sample(self) -> bool:
-        """Return whether the engine can still sample a token; for use after a call has raised."""
+        """Return whether the engine can still sample a token, after a call has raised."""
         request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
         try:
             self.generate([request], Sampling(1.0, 1.0, 0, 1, ()))
@@ -403,7 +413,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release memory and processes; the engine cannot be used afterwards."""
+        """Release memory and processes. The engine cannot be used afterwards."""
 
 
 # --- concurrency ----------------------------------------------------------------------------------
@@ -417,12 +427,10 @@ class Engine(abc.ABC):
 log = logging.getLogger(__name__)
 
 COUNT = "engine/out_of_memory"
-"""Name of the metric that counts out-of-memory failures, in `take_counts` and metrics.jsonl."""
+"""Name of the metric that counts out-of-memory failures."""
 
 _SIGNS = ("memoryerror", "out of memory", "can't allocate memory", "alloc_failed", "bad_alloc")
-"""Texts in lower case by which an out-of-memory message of PyTorch, CUDA's libraries, Python or C++
-is recognised.
-"""
+"""Lower-case texts by which an out-of-memory message of any library is recognised."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -432,16 +440,16 @@ def describe_error(error: BaseException) -> str:
 
 
 def is_out_of_memory(what: BaseException | str) -> bool:
-    """Return whether an error, or the description of an error, reports that memory ran out."""
+    """Return whether an error or its description reports that memory ran out."""
     text = what if isinstance(what, str) else f"{type(what).__name__}: {what}"
     return any(sign in text.lower() for sign in _SIGNS)
 
 
 class Concurrency:
-    """The limit on concurrent rollouts of an engine; it is halved each time memory runs out."""
+    """An engine's limit on concurrent rollouts, halved each time memory runs out."""
 
     def __init__(self) -> None:
-        """Start without a limit; the limit is None until memory first runs out."""
+        """Start without a limit."""
         self.limit: int | None = None
         """Largest number of concurrent rollouts; None until memory first runs out."""
         self._num_failures = self._num_reported = 0
@@ -451,7 +459,7 @@ class Concurrency:
         return number if self.limit is None else min(number, self.limit)
 
     def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
-        """Lower the limit to half of `num_rollouts`, because memory ran out; log a warning.
+        """Lower the limit to half of `num_rollouts` after a memory shortage. Log a warning.
 
         Raises:
             EngineError: if memory ran out with a single rollout.
@@ -488,7 +496,7 @@ class VersionError(EngineError):
 
 
 class InstalledVersion:
-    """The installed version of an engine that holds one version; thread-safe."""
+    """The installed version of an engine that holds one version. Thread-safe."""
 
     def __init__(self) -> None:
         """Start with no version installed."""
@@ -505,9 +513,10 @@ class InstalledVersion:
 
     @contextmanager
     def swap(self, version: PolicyVersion) -> Iterator[None]:
-        """Hold the lock for swaps while the block installs `version`, then record the version.
+        """Hold the lock for swaps while the block installs `version`.
 
-        If the block raises, the previous version stays recorded.
+        After the block the version is recorded. If the block raises, the previous version stays
+        recorded.
         """
         with self._swap:
             yield
@@ -515,7 +524,7 @@ class InstalledVersion:
 
     @contextmanager
     def request(self, version: PolicyVersion | None) -> Iterator[None]:
-        """Check that the version that a request names is installed; None accepts any version.
+        """Check that a requested version is installed. None accepts any version.
 
         Raises:
             EngineError: if no version is installed.
@@ -542,22 +551,20 @@ def _check(installed: PolicyVersion | None, wanted: PolicyVersion | None) -> Non
 
 @dataclass(slots=True, eq=False)
 class VersionSlot:
-    """A version that is loaded beside others, and the number of calls that use it."""
+    """A loaded version, and the number of calls that use it."""
 
     serial: int
-    """Number of this load. No other load gets the same number, even if the same version is loaded
-    again, for instance after a failed load.
-    """
+    """Unique number of this load. If the same version is loaded again, it gets another number."""
     version: PolicyVersion
     num_calls: int = 0
     """Number of running calls that sample from the version."""
 
 
 class VersionSlots:
-    """The versions that are loaded side by side, and the calls that use each; thread-safe."""
+    """The loaded versions, and the calls that use each. Thread-safe."""
 
     def __init__(self, num_slots: int) -> None:
-        """Start with nothing loaded, and space for `num_slots` versions, at least 2."""
+        """Start with space for `num_slots` versions, at least 2."""
         self._changed = threading.Condition()
         self._num_slots = num_slots
         self._serials = itertools.count(1)
@@ -578,12 +585,12 @@ class VersionSlots:
 
     @contextmanager
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
-        """Yield a new slot and an old slot or None; the `with` block loads `version` into the new.
+        """Yield a new slot and an old slot or None.
 
-        The block must unload the version of the old slot; no call uses that version any more. The
-        old slot is None if the number of loaded versions is below the limit; otherwise it is the
-        oldest unused slot, but never the newest of all slots. If the block raises, the new slot is
-        discarded.
+        The `with` block loads `version` into the new slot. The block must unload the version of the
+        old slot, which no call uses any longer. If there are fewer versions than the limit, there
+        is no old slot. Otherwise the old slot is the oldest unused one, but never the newest of
+        all. If the block raises, the new slot is discarded.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)
@@ -610,7 +617,9 @@ class VersionSlots:
 
     @contextmanager
     def request(self, version: PolicyVersion | None) -> Iterator[VersionSlot]:
-        """Yield the slot of `version` (None: the newest), and keep it loaded during the block.
+        """Yield the slot of `version`, and keep it loaded during the block.
+
+        If `version` is None, this is the newest version.
 
         Raises:
             EngineError: if no version is loaded.

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: look them up in the local cache or on the hub; download them.
+"""Search and download of models on the Hugging Face hub.
 
 A relay's dry run imports this module, so the module must not import torch.
 """
@@ -19,13 +19,13 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def directory_here(model: ModelSection, *files: str) -> Path | None:
-    """Return a model's local directory.
+    """Return a model's local directory, or None.
 
-    For a model on the hub, return None if the local cache lacks one of the given `files`.
+    The result is None if the local cache lacks one of the `files` of a hub model.
 
     Raises:
-        DataError: if the directory does not exist or holds no model, or the name is no valid hub
-            id.
+        DataError: if the directory does not exist or holds no model. Also if the name is no valid
+            hub id.
     """
     name = model.name or ""
     path = find_model(name, model.revision)
@@ -33,7 +33,7 @@ def directory_here(model: ModelSection, *files: str) -> Path | None:
 
 
 def fetch_config(model: ModelSection) -> Path:
-    """Return the directory with a model's config.json, after downloading the file if missing.
+    """Return the directory with a model's config.json, downloaded if missing.
 
     Raises:
         DataError: if the model has no config.json, or the hub cannot be reached.
@@ -51,7 +51,7 @@ def fetch_config(model: ModelSection) -> Path:
 
 
 def download(name: str, revision: str | None, key: str) -> Path:
-    """Return the directory of a model in the hub's cache, after downloading missing files.
+    """Return a hub model's cache directory, with missing files downloaded.
 
     Raises:
         DataError: if the model cannot be downloaded.
@@ -67,7 +67,7 @@ def download(name: str, revision: str | None, key: str) -> Path:
 
 
 def ask(name: str, revision: str | None, *, key: str = "model.name") -> None:
-    """Raise an error at once if the hub lacks a model or cannot be reached.
+    """Raise at once if the hub lacks a model or cannot be reached.
 
     A download would first retry for 30 s.
 
@@ -86,12 +86,12 @@ def _library(name: str) -> ModuleType:
 
 
 def _errors(hub: ModuleType) -> tuple[type[Exception], ...]:
-    """Return the types of errors that huggingface_hub and the HTTP library below it raise."""
+    """Return the types of errors that huggingface_hub and its HTTP library raise."""
     return OSError, ValueError, *hub.errors.HfHubHTTPError.__bases__
 
 
 def _cached(name: str, revision: str | None, *files: str, key: str = "model.name") -> Path | None:
-    """Return a model's directory in the local cache of the hub; None if it lacks one of `files`.
+    """Return a model's directory in the hub's cache. None if it lacks one of `files`.
 
     Raises:
         DataError: if the name cannot be the id of a model on the hub.
@@ -105,7 +105,7 @@ def _cached(name: str, revision: str | None, *files: str, key: str = "model.name
 
 
 def _explain(error: Exception, hub: ModuleType, name: str, revision: str | None, key: str) -> str:
-    """Return Echo's one-line message for an error of the hub: the reason and the remedy."""
+    """Return Echo's one-line message for an error of the hub, with the remedy."""
     page, errors = f"https://huggingface.co/{name}", hub.errors
     copy = f"set {key} to a directory with a copy of the model"
     cause = str(error).partition("\n")[0] or type(error).__name__

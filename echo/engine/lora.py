@@ -1,15 +1,15 @@
-"""Low-rank adapters (LoRA): the run trains and publishes an adapter instead of all weights.
+"""Low-rank adapters (LoRA), trained and published in place of all weights.
 
-The weights of the base model do not change. Each target module has, beside its weight [out, in],
-two small matrices A [rank, in] and B [out, rank], and computes with weight + alpha / rank * B A. B
+The weights of the base model do not change. Beside its weight [out, in], each target module has two
+small matrices A [rank, in] and B [out, rank]. It computes with weight + alpha / rank * B A. B
 starts at 0, so version 0 computes the same as the base.
 
 The image of a version holds only A and B, under the names that peft gives them in its files. A
-worker also needs the base: it reads the base from a directory, whose hash (`base_digest`) must
-equal that of the learner's base.
+worker reads the base from a directory. The hash of its weights (`base_digest`) must equal that of
+the learner's base.
 
-Engines compute base and adapter separately and never merge them: merging would round the sum to the
-engine's dtype, which would shift the learner's ratio.
+Engines compute base and adapter separately and never merge them. Merging would round the sum to the
+engine's dtype, and so shift the learner's ratio.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Lora:
     alpha: int
     """Numerator of the factor alpha / rank, by which the adapter's product B A is multiplied."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    """Last parts of the names of the modules to adapt, or "all-linear" for every linear layer but
-    the head.
+    """Last name parts of the modules to adapt. "all-linear" means every linear layer except the
+    head.
     """
     num_versions: int = 1
     """Number of newest versions that training accepts; an engine keeps them side by side if memory
@@ -82,8 +82,7 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
     and require no gradient.
 
     Raises:
-        ConfigError: if peft is missing, or the model lacks a target module, or the module cannot
-            have an adapter.
+        ConfigError: if peft is missing, or a target module is missing or cannot have an adapter.
     """
     dtype = next(model.parameters()).dtype
     _inject(model, lora)
@@ -97,11 +96,11 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
 
 
 def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Tensor]:
-    """Return a new adapter with B = 0, float32 on the CPU, initialised as peft does.
+    """Return a new float32 adapter on the CPU, initialised as by peft with B = 0.
 
     Args:
         shapes: shapes of the adapter's tensors, by name.
-        seed: seed of a separate generator; the state of the global generator does not change.
+        seed: seed of a separate generator. The global generator is not used.
     """
     generator = torch.Generator().manual_seed(seed)
     found = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -114,7 +113,7 @@ def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Te
 def _inject(model: Any, lora: Lora) -> Any:
     """Add an adapter to a model, and return peft's configuration of the adapter.
 
-    For a mixture of experts, peft also adapts parameters that are no modules, and lists them in the
+    In a mixture of experts, peft also adapts parameters that are no modules. It lists them in the
     configuration.
     """
     config = _peft_config(lora)
@@ -139,7 +138,10 @@ def _inject(model: Any, lora: Lora) -> Any:
 def build_adapted(
     lora: Lora, dtype: torch.dtype, attn_implementation: str
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Build the base model with an adapter, for sampling; return it and the adapter's tensors.
+    """Build the base model with an adapter for sampling.
+
+    Returns:
+        The model and the adapter's tensors.
 
     Raises:
         DataError: if the base's weights cannot be read.
@@ -195,7 +197,7 @@ def load_adapter(directory: Path) -> dict[str, Tensor]:
 def write_adapter(
     directory: Path, tensors: Mapping[str, Tensor], lora: Lora, *, base_name: str
 ) -> None:
-    """Write the two files of an adapter into an existing directory.
+    """Write an adapter's two files into an existing directory.
 
     Raises:
         OSError: if the files cannot be written.
@@ -230,12 +232,14 @@ def export_adapter(
     *,
     base_name: str,
 ) -> None:
-    """Write a directory that peft can load, with `assets` such as the tokenizer's files.
+    """Write a directory that peft can load.
+
+    `assets` are further files, such as the tokenizer's.
 
     The directory appears under its name only once it is complete.
 
     Raises:
-        StorageError: if the disk is full or not writable; an earlier directory is kept.
+        StorageError: if the disk is full or not writable. An earlier directory is kept.
     """
     with replaced(directory, "adapter") as partial:
         for name, path in assets.items():
@@ -245,7 +249,7 @@ def export_adapter(
 
 
 def target_names(tensors: Iterable[str]) -> list[str]:
-    """Return the last parts of the names of the modules that have an adapter, sorted."""
+    """Return the sorted last name parts of the adapted modules."""
     return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
 
 
@@ -267,11 +271,11 @@ def _peft_config(lora: Lora) -> Any:
 
 
 def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
-    """Raise a ConfigError for target modules that the model lacks, or that cannot be adapted.
+    """Raise a ConfigError for target modules that are missing or cannot be adapted.
 
-    An adapter of the head would have no effect: log-probabilities are computed from hidden states
-    and the head's own weight. The embedding is looked up and not multiplied, so its
-    adapter would have no effect either.
+    An adapter of the head would have no effect, since log-probabilities are computed from hidden
+    states and the head's own weight. Neither would an adapter of the embedding, which is looked up
+    and not multiplied.
     """
     head = model.get_output_embeddings()
     linear = {
@@ -297,19 +301,17 @@ def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
 
 
 BASE_NAME, BASE_REVISION, BASE_DIGEST = "base.name", "base.revision", "base.digest"
-"""Keys of the facts about the base model, which the learner sends to workers with the inherited
-settings.
-"""
+"""Keys of the facts about the base model that the learner sends to workers."""
 
 
 def base_directory(model_dir: Path, init_from: str | None) -> Path:
-    """Return the learner's base directory: `init_from` if it is a whole model, else `model_dir`."""
+    """Return the base directory: `init_from` if a whole model, else `model_dir`."""
     start = _initial_directory(init_from)
     return model_dir if start is None or is_adapter(start) else start
 
 
 def make_lora(section: LoraSection, base_dir: Path, *, num_versions: int) -> Lora | None:
-    """Return the `Lora` of a configuration with the base in `base_dir`; None if [lora] is off."""
+    """Return the `Lora` of a configuration; None if [lora] is off."""
     if not section.rank:
         return None
     return Lora(
@@ -322,7 +324,7 @@ def make_lora(section: LoraSection, base_dir: Path, *, num_versions: int) -> Lor
 
 
 def initial_adapter(section: LoraSection, init_from: str | None) -> Path | None:
-    """Return the directory of the adapter that a run starts from; None if there is no such adapter.
+    """Return the directory of the adapter that a run starts from, or None.
 
     Raises:
         ConfigError: if the run starts from an adapter, but [lora] is off.
@@ -340,7 +342,7 @@ def initial_adapter(section: LoraSection, init_from: str | None) -> Path | None:
 
 
 def base_name(model: ModelSection, lora: Lora, init_from: str | None) -> str:
-    """Return the name by which other nodes find the base: an absolute directory, or a hub id."""
+    """Return the base's name for other nodes: an absolute directory or a hub id."""
     name = str(model.name)
     is_hub_id = not local_path(name).is_dir() and _is_models(lora, init_from)
     return name if is_hub_id else str(lora.base_dir.absolute())
@@ -349,10 +351,10 @@ def base_name(model: ModelSection, lora: Lora, init_from: str | None) -> str:
 def base_settings(
     model: ModelSection, lora: Lora, init_from: str | None, run_dir: Path, *, is_resumed: bool
 ) -> dict[str, Any]:
-    """Return the base's name, revision and hash, which the learner sends to workers.
+    """Return the base's name, revision and hash, to send to workers.
 
     Raises:
-        DataError: if the base's weights are missing, or have changed since the run began, or if
+        DataError: if the base's weights are missing or have changed since the run began. Also if
             base.json, which records their hash, cannot be read.
     """
     digest = base_digest(lora.base_dir)
@@ -371,10 +373,10 @@ def base_settings(
 
 
 def _noted_digest(path: Path, note: str, lora: Lora) -> str:
-    """Return the hash of the base that a run recorded in base.json before the run was resumed.
+    """Return the base's hash that the run recorded in base.json.
 
     Raises:
-        DataError: if the hash cannot be read; the message contains the line to restore.
+        DataError: if the hash cannot be read. The message contains the line to restore.
     """
     try:
         return str(json.loads(path.read_bytes())["digest"])
@@ -394,8 +396,8 @@ def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
         settings: settings that the learner sent, with the facts of `base_settings`.
 
     Raises:
-        ConfigError: if neither the worker's own name of the base nor the learner's gives a
-            directory with the learner's hash.
+        ConfigError: if no directory with the learner's hash is found, under the worker's name of
+            the base or under the learner's.
     """
     tried = []
     for name, revision in (
@@ -428,6 +430,6 @@ def _initial_directory(init_from: str | None) -> Path | None:
 
 
 def _is_models(lora: Lora, init_from: str | None) -> bool:
-    """Return whether the base is the model of the setting `model.name`, and not of `init_from`."""
+    """Return whether the base is `model.name`, and not `init_from`."""
     start = _initial_directory(init_from)
     return start is None or lora.base_dir != start

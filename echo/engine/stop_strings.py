@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a completion, however a text is divided into tokens.
+"""Stop strings: texts that end a completion, in any tokenization.
 
 A text may end in the middle of a token, and the same text has many tokenizations. So the engine
 decodes the last tokens after each token that can end a stop string. The tokens of the stop string
@@ -21,14 +21,14 @@ class StopStrings:
     decode: Callable[[Sequence[int]], str] = field(compare=False)
     """Function: token ids -> text, special tokens included."""
     _may_end: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
-    """Token id -> whether a stop string can end with this token; filled as tokens are sampled."""
+    """Token id -> whether a stop string can end with this token."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens at the end of a completion that `are_complete` must be given.
+        """Number of last tokens that `are_complete` must be given.
 
         Each token has at least one byte, so a stop string has at most as many tokens as bytes. One
-        token more is needed, since decoders treat the first token of a text differently.
+        more token is needed, since decoders treat the first token of a text differently.
         """
         return 1 + max(len(text.encode()) for text in self.texts)
 

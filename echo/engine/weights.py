@@ -1,9 +1,9 @@
 """Weights as tensors, as the image of a version, and as deltas.
 
 An image contains the tensors one after the other, sorted by name. Each tensor begins at a multiple
-of ALIGNMENT_BYTES, so a worker can use the tensor in place. Tensors that share storage (a
-language-model head tied to the embedding) are in the image once, under the name that the model
-registers first.
+of ALIGNMENT_BYTES, so a worker can use the tensor in place. Tensors that share storage are in the
+image once, under the name that the model registers first. An example is a head that is tied to the
+embedding.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ CopyStream: TypeAlias = torch.cuda.Stream
 """CUDA stream on which a GPU copies weights while training runs."""
 
 ALIGNMENT_BYTES = 16
-"""A multiple of every element size; tensors of usual shapes have no gaps between them."""
+"""A multiple of every element size. Tensors of usual shapes have no gaps between them."""
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Maximum bytes per file of weights; Hugging Face's own default."""
+"""Maximum bytes per file of weights, as Hugging Face's default."""
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -72,9 +72,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 _PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Bytes of a word -> integer dtype of a word; differences of bit patterns wrap around in this
-dtype.
-"""
+"""Bytes of a word -> integer dtype, in which differences of bit patterns wrap around."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -97,7 +95,7 @@ def publish_image(
 
     Args:
         state: tensors by name, on any device, in the order in which the model registers them.
-        dtype: "bfloat16", "float16" or "float32"; floating-point tensors are rounded to it, to
+        dtype: "bfloat16", "float16" or "float32". Floating-point tensors are rounded to it, to
             nearest even. Other tensors keep their dtype.
         unrounded: names of floating-point tensors that keep their dtype, too.
 
@@ -113,7 +111,7 @@ def publish_image(
 def lay_out(
     state: Mapping[str, Tensor], dtype: str, unrounded: Set[str] = frozenset()
 ) -> tuple[tuple[TensorSpec, ...], dict[str, Tensor]]:
-    """Return the place of each tensor in the image of a state dict, and the tensors themselves.
+    """Return each tensor's place in a state dict's image, and the tensors.
 
     Arguments as for `publish_image`.
     """
@@ -124,9 +122,9 @@ def lay_out(
 def find_places(
     tensors: Mapping[str, Tensor], dtype: str, unrounded: Set[str] = frozenset()
 ) -> tuple[TensorSpec, ...]:
-    """Return the place of each tensor in an image, sorted by name; no two tensors may be tied.
+    """Return the place of each tensor in an image, sorted by name.
 
-    Arguments as for `publish_image`; only shapes and dtypes are read.
+    No two tensors may be tied. Only shapes and dtypes are read. Arguments as for `publish_image`.
     """
     target = torch_dtype(dtype)
     specs = []
@@ -146,7 +144,10 @@ def find_places(
 def round_tensors(
     tensors: Weights, dtype: torch.dtype, unrounded: Set[str] = frozenset()
 ) -> dict[str, Tensor]:
-    """Return copies of weights, rounded as in a version; arguments as for `publish_image`."""
+    """Return copies of weights, rounded as in a version.
+
+    Arguments as for `publish_image`.
+    """
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and name not in unrounded else tensor
         for name, tensor in tensors.items()
@@ -159,7 +160,7 @@ def image_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 PIECE_NUMBERS = 32 << 20
-"""Number of elements that are rounded at a time when a weight is copied between devices."""
+"""Number of elements that are rounded at a time in a copy between devices."""
 
 
 def write_image(
@@ -171,8 +172,8 @@ def write_image(
         specs: the places of the tensors.
         tensors: the tensors by name, on any device.
         image: uint8 [num_bytes], on any device; the gaps stay as they are.
-        is_beside: whether to return before the copies to the host are complete. They are complete
-            once the device's current stream has run them.
+        is_beside: whether to return before the copies to the host are complete. The device's
+            current stream completes them.
     """
     places, sources = list[Tensor](), list[Tensor]()
     for spec in specs:
@@ -188,7 +189,7 @@ def write_image(
 
 
 def round_into(place: Tensor, dtype: str, tensor: Tensor, *, is_beside: bool = False) -> None:
-    """Round a tensor to a dtype and write it to its place, uint8 [num_bytes], on any device.
+    """Round a tensor and write it to its place, uint8 [num_bytes], on any device.
 
     Between devices, this rounds on the source device and copies the rounded elements. `copy_` alone
     would copy the unrounded elements and round on the target.
@@ -209,7 +210,7 @@ def host_bytes(image: bytearray | memoryview) -> Tensor:
 
 
 def find_nonfinite(tensors: Weights) -> list[str]:
-    """Return the names of the weights that contain NaN or infinity, in the order of `tensors`."""
+    """Return the names of weights with NaN or infinity, in order."""
     # One pass of `aminmax` finds both bounds, and NaN propagates into them. `isfinite` would
     # allocate a mask for each tensor.
     return [
@@ -222,13 +223,13 @@ def find_nonfinite(tensors: Weights) -> list[str]:
 
 
 def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[str, Tensor]:
-    """Return the tensors of an image as views of its memory: nothing is copied.
+    """Return the tensors of an image as views of its memory.
 
     The caller must keep the memory alive and unchanged while it uses the tensors. Writing to a view
     of read-only memory is undefined.
 
     Raises:
-        EngineError: if the bytes of a tensor lie outside the image or do not match its shape.
+        EngineError: if a tensor's bytes lie outside the image or do not match its shape.
     """
     tensors = {}
     for spec in specs:
@@ -247,12 +248,13 @@ def tensors_from_image(specs: Iterable[TensorSpec], image: memoryview) -> dict[s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorChange:
-    """The changes that a patch makes to one tensor in one block of its image."""
+    """The changes of a patch to one tensor in one block of the image."""
 
     name: str
     where: Tensor | int
-    """Indices of the changed elements in the flattened tensor; or, if the elements are contiguous,
-    the index of the first."""
+    """Indices of the changed elements in the flattened tensor. If the elements are contiguous, only
+    the index of the first.
+    """
     values: Tensor
     """New values of the elements, in the dtype of the image."""
 
@@ -310,7 +312,7 @@ def scatter(
 ) -> None:
     """Write the changes of a patch into tensors of any dtype and device.
 
-    Arguments as for `changes`; `own` has the contiguous tensors to write to, by name.
+    `own` has the contiguous tensors to write to, by name. Other arguments as for `changes`.
     """
     for change in changes(patch, image, specs):
         change.store(own[change.name])
@@ -341,11 +343,11 @@ def save_hf(
         directory: the directory to write.
         model_dir_assets: files to put beside the weights, by name (`asset_files`). The dtype in
             config.json is set to that of the tensors, so that loading rounds nothing.
-        tensors: the weights; of tied tensors only the first is written.
-        max_shard_bytes: largest size of a file; larger weights go to several files with an index.
+        tensors: the weights. Of tied tensors only the first is written.
+        max_shard_bytes: largest size of a file. Larger weights go to several files with an index.
 
     Raises:
-        StorageError: if the disk is full or not writable; an earlier directory is kept.
+        StorageError: if the disk is full or not writable. An earlier directory is kept.
     """
     with replaced(directory, "model") as partial:
         for name, path in model_dir_assets.items():
@@ -356,10 +358,10 @@ def save_hf(
 
 @contextmanager
 def replaced(directory: Path, what: str) -> Iterator[Path]:
-    """Yield a new directory; if the block does not raise, the new directory replaces `directory`.
+    """Yield a new directory, which replaces `directory` unless the block raises.
 
     Raises:
-        StorageError: if the disk is full or not writable; an earlier directory is kept.
+        StorageError: if the disk is full or not writable. An earlier directory is kept.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     previous = directory.with_name(f"{directory.name}.previous")
@@ -390,8 +392,7 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file with the permissions of an ordinary new file.
 
-    safetensors creates the file with the permissions of a private temporary file, so other users
-    could not read an export.
+    safetensors creates a file that other users cannot read.
 
     Raises:
         OSError: if the file cannot be written.
@@ -408,7 +409,7 @@ def write_tensors(
 def save_safetensors(
     directory: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write tensors into a directory as model.safetensors, or as shards with an index."""
+    """Write tensors as model.safetensors, or as shards with an index."""
     shards: list[dict[str, Tensor]] = []
     space = 0
     for name, tensor in sorted(_untie(tensors).items()):
@@ -432,7 +433,7 @@ def save_safetensors(
 
 
 def _untie(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name; of tensors with the same memory and layout, only the first."""
+    """Return the tensors by name, without repeated views of the same memory."""
     seen: set[tuple[object, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -475,23 +476,22 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 MIN_BLOCK_BYTES = 4 << 10
-"""Blocks with fewer bytes are coded on the host: their header may be larger than the saving."""
+"""Blocks with fewer bytes are coded on the host. Their header may be larger than the saving."""
 
 
 PIECE_BYTES = 128 << 20
-"""Number of image bytes that are compared at a time: each comparison allocates one byte per word.
-"""
+"""Number of image bytes that are compared at a time. A comparison allocates one byte per word."""
 PACKERS = 4
-"""Number of threads that pack the changes of a version; for small models one would be enough."""
+"""Number of threads that pack the changes of a version."""
 BATCH_BYTES = 256 << 20
-"""Approximate bytes of changes per transfer to the host. The device and the host each allocate
-a buffer of this size; the host's buffer is pinned.
+"""Approximate bytes of changes per transfer to the host. The device and the host each allocate a
+buffer of this size. The host's buffer is pinned.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive blocks that are compared at a time, all with words of the same size."""
+    """Consecutive blocks that are compared at a time, with words of one size."""
 
     blocks: range
     start: int
@@ -506,8 +506,8 @@ class _Piece:
 class DeviceDelta:
     """The changes between two images on one device, coded there block by block.
 
-    The host waits twice for the device: for the number of changes of each block, and for the
-    changes of all blocks together. Beyond BATCH_BYTES of changes it waits once per batch.
+    The host first waits for the number of changes of each block. Then it waits for the changes,
+    once for each BATCH_BYTES.
     """
 
     def __init__(
@@ -516,8 +516,8 @@ class DeviceDelta:
         """Count the words of each block that differ between two images.
 
         Args:
-            old: the bytes of an image, uint8 [num_bytes], contiguous. Neither image may change
-                until `encode` has yielded its last block.
+            old: the bytes of an image, uint8 [num_bytes], contiguous. Both images must stay
+                unchanged until `encode` has ended.
             new: the bytes of the next image, of the same length and on the same device.
             tensors: the place of each tensor in the images, in order of offset.
             block_bytes: image bytes per block, a multiple of 16.
@@ -548,7 +548,7 @@ class DeviceDelta:
         return sum(self._counts) / num_words if num_words else 0.0
 
     def encode(self, held: memoryview, pool: Executor | None = None) -> Iterator[CodedBlock]:
-        """Yield the coded blocks that turn the old image into the new image, in order.
+        """Yield the coded blocks that make the new image from the old, in order.
 
         Args:
             held: the old image on the host.
@@ -565,7 +565,6 @@ class DeviceDelta:
         yield from self._encode(batch, held, pool)
 
     def _split(self) -> Iterator[_Piece]:
-        """Yield runs of consecutive blocks with the same word size, up to PIECE_BYTES each."""
         sizes: list[WordBytes] = [
             1 if (stop - start) % word else word
             for (start, stop), word in zip(self._spans, self._word_bytes, strict=True)
@@ -583,7 +582,6 @@ class DeviceDelta:
         return old, new
 
     def _count(self, piece: _Piece) -> Tensor:
-        """Return the number of changed words of each block, int32 [blocks], on the device."""
         old, new = self._words(piece)
         differs, per_block = old != new, self._block_bytes // piece.word_bytes
         num_whole = differs.numel() // per_block
@@ -592,14 +590,13 @@ class DeviceDelta:
         return torch.cat([counts, rest.sum(dtype=torch.int32)[None]]) if rest.numel() else counts
 
     def _crosses_whole(self, index: int) -> bool:
-        """Return whether all bytes of a block are copied to the host and coded there."""
+        """Return whether a block is copied to the host as a whole and coded there."""
         start, stop = self._spans[index]
         num_bytes, word_bytes = stop - start, self._word_bytes[index]
         is_small = num_bytes < MIN_BLOCK_BYTES or num_bytes % word_bytes > 0
         return is_small or self._counts[index] > most_sparse(num_bytes // word_bytes)
 
     def _num_changes(self, piece: _Piece) -> int:
-        """Return the number of changes that are copied to the host as index and difference."""
         return sum(self._counts[i] for i in piece.blocks if not self._crosses_whole(i))
 
     def _num_crossing(self, piece: _Piece) -> int:
@@ -608,7 +605,7 @@ class DeviceDelta:
         return num_bytes + sum(stop - start for start, stop in whole)
 
     def _find(self, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return the index of each changed word in its block, int32, and the word's difference."""
+        """Return each changed word's index in its block, int32, and its difference."""
         old, new = self._words(piece)
         per_block = self._block_bytes // piece.word_bytes
         differs = old != new
@@ -623,7 +620,7 @@ class DeviceDelta:
     def _encode(
         self, batch: Sequence[_Piece], held: memoryview, pool: Executor | None
     ) -> Iterator[CodedBlock]:
-        """Yield the coded blocks of several pieces, whose changes are copied in one batch."""
+        """Yield the coded blocks of one batch of pieces."""
         sparse = [piece for piece in batch if self._num_changes(piece)]
         whole = [i for piece in batch for i in piece.blocks if self._crosses_whole(i)]
         found = [self._find(piece) for piece in sparse]
@@ -657,7 +654,7 @@ class DeviceDelta:
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Copy tensors of one device to arrays on the host, waiting for the device once."""
+    """Copy tensors of one device to the host, with one wait for the device."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     copied = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
@@ -668,7 +665,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Sleep until a GPU's current stream has finished, instead of spinning on a core."""
+    """Sleep until a GPU's current stream has finished, without spinning on a core."""
     event: Any = torch.cuda.Event(blocking=True)
     torch.cuda.current_stream(device).record_event(event)
     event.synchronize()
@@ -717,7 +714,7 @@ def image_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Pin mapped memory if this process uses a GPU, so that the GPU can copy to it directly.
+    """Pin mapped memory for direct copies if this process uses a GPU.
 
     torch's own allocator of pinned memory would round the size up to a power of two.
 
@@ -739,7 +736,7 @@ def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class CodedDelta:
-    """A delta: coded blocks that turn the image of a base version into the image of a later one."""
+    """A delta: coded blocks that make a later image from a base version's image."""
 
     base: PolicyVersion
     block_bytes: int
@@ -750,20 +747,19 @@ class CodedDelta:
 
 @dataclass(frozen=True, slots=True)
 class VersionImage:
-    """The image of a version on the host, complete or still being transferred."""
+    """The image of a version on the host, perhaps still in transfer."""
 
     specs: tuple[TensorSpec, ...]
     memory: memoryview
     """The image's bytes, valid once `ready` is done."""
     ready: Future[CodedDelta | None] | None = None
     """Done when `memory` is complete. The result is the delta against the version before, if the
-    device has coded it, else None. `ready` itself is None if `memory` was complete at once."""
+    device has coded it, else None. If `memory` was complete at once, `ready` itself is None.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The image of the last version, kept on the host and on the device."""
-
     version: PolicyVersion
     specs: tuple[TensorSpec, ...]
     memory: memoryview
@@ -774,8 +770,9 @@ class VersionImages:
     """Makes the image of each version, one after the other."""
 
     helpers = ()
-    """Processes that map the images and help to code them. Only a learner of several ranks has such
-    processes (`train/ranks/sharded_images.py`)."""
+    """Processes that map the images and help to code them. Only a learner of several ranks has them
+    (`train/ranks/sharded_images.py`).
+    """
 
     def __init__(
         self,
@@ -786,17 +783,17 @@ class VersionImages:
         unrounded: Set[str] = frozenset(),
         copy_stream: CopyStream | None = None,
     ) -> None:
-        """Start without an image; the first version is copied as a whole.
+        """Start without an image. The first version is copied as a whole.
 
         Args:
             dtype: dtype of the floating-point tensors in the image.
             block_bytes: image bytes per coded block.
-            is_on_device: whether to keep the last image on the device of the weights and find the
-                changes there; None to do so only on a CUDA device.
+            is_on_device: whether to keep the last image on the weights' device and find the changes
+                there. None does so only on a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
-            copy_stream: copies images to the host; the trainer waits for the stream before it
-                changes the weights. If there is no stream and the changes are not found on the
-                device, `make` returns only after it has copied the image.
+            copy_stream: copies images to the host. The trainer waits for the stream before it
+                changes the weights. Without a stream, and if the host finds the changes, `make`
+                returns only after the copy.
         """
         self._dtype = dtype
         self._unrounded = unrounded
@@ -827,7 +824,7 @@ class VersionImages:
         return self._memory.has_free
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version; its bytes may arrive later (`VersionImage.ready`)."""
+        """Return the image of a version, whose bytes may arrive later."""
         under_way: list[Future[Any] | None] = [self._ready, self._growing]
         wait([each for each in under_way if each is not None])
         specs, tensors = lay_out(weights, self._dtype, self._unrounded)
@@ -850,7 +847,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def device_of(self, weights: Weights) -> torch.device | None:
-        """Return the device on which changes are found; None if they are found on the host."""
+        """Return the device that finds the changes, None if the host does."""
         devices = {tensor.device for tensor in weights.values()}
         if len(devices) != 1 or self._is_on_device is False:
             return None
@@ -858,7 +855,7 @@ class VersionImages:
         return device if self._is_on_device or device.type == "cuda" else None
 
     def _leave(self, device: torch.device) -> None:
-        """Keep no image on the device from now on, since the device lacks memory; log a warning."""
+        """Stop keeping an image on the device, which lacks memory. Log a warning."""
         _log.warning(
             "%s has no space for the last version beside the training: whole versions are copied "
             "to the host from now on",
@@ -893,7 +890,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def _export(self, made: _Last, last: _Last | None) -> CodedDelta | None:
-        """Copy an image to the host; return its delta if the device has coded it, else None."""
+        """Copy an image to the host. Return its delta if the device has coded it."""
         # Without a stream the block runs as usual. When it ends, the device has run all of its
         # work.
         with torch.cuda.stream(self._comparing):
@@ -919,7 +916,7 @@ class VersionImages:
         return None
 
     def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
-        """Make the host's copy of an image from the last image and a delta; return the delta."""
+        """Make the host's image from the last image and a delta, and return the delta."""
         held, memory = last.memory, made.memory
         with ThreadPoolExecutor(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
             blocks = tuple(delta.encode(held, pool))

@@ -32,10 +32,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float64]:
-    """Return one uniform number in [0, 1) for each seed, at position `step` of its stream.
+    """Return a uniform number in [0, 1) for each seed.
 
-    SplitMix64 (Steele, Lea and Flood, 2014) as a counter-based generator. The seeds are mixed
-    first, so that neighbouring seeds do not share a stream shifted by a step.
+    The generator is a counter-based SplitMix64 (Steele, Lea and Flood, 2014). The seeds are mixed
+    first. Otherwise neighbouring seeds would have one stream, shifted by a step.
 
     Args:
         seeds: [B] seed of each stream.
@@ -52,7 +52,7 @@ def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float
 def bar_stops(
     logits: Tensor, sampling: Sampling, is_barred: npt.NDArray[np.bool_] | None
 ) -> Tensor:
-    """Return [B, V] logits, with minus infinity for the stop ids in the rows [B] that are barred.
+    """Return [B, V] logits with minus infinity for the stop ids of barred rows.
 
     If no row is barred, `is_barred` is None.
     """
@@ -67,9 +67,9 @@ def bar_stops(
 def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the log-probabilities of the distribution that `sampling` draws from.
 
-    Temperature is applied first, then min_p, top_k and top_p, as in vLLM; the result is
-    renormalised. Greedy sampling uses the plain softmax. Tokens that tie with the last token kept
-    by top_k are kept, too.
+    Temperature is applied first, then min_p, top_k and top_p, as in vLLM. The result is
+    renormalised. Greedy sampling uses the plain softmax. top_k also keeps tokens that tie with its
+    last token.
 
     Args:
         logits: [B, V] float32.
@@ -110,8 +110,8 @@ def draw_tokens(
         uniforms: [B] in [0, 1); not used when greedy.
 
     Returns:
-        Token ids [B] int64, their log-probabilities [B] float32, and the ids that each token was
-        drawn from, which are None if `sampling` truncates nothing.
+        Token ids [B] int64, their log-probabilities [B] float32, and the supports. The supports are
+        None if `sampling` truncates nothing.
     """
     logprobs = sampling_logprobs(logits.float(), sampling)
     if sampling.greedy:
@@ -128,7 +128,7 @@ def draw_tokens(
 
 
 def _supports(logprobs: Tensor) -> TokenSets:
-    """Return the ids that can be drawn in each row of [B, V] log-probabilities (above -inf)."""
+    """Return the ids that can be drawn in each row of [B, V] log-probabilities."""
     can_be_drawn = logprobs.isfinite()
     sizes = can_be_drawn.sum(-1)
     is_recorded = (sizes <= MAX_SET_IDS) & (sizes < logprobs.shape[-1])
@@ -141,15 +141,15 @@ def _supports(logprobs: Tensor) -> TokenSets:
 
 
 def most_likely(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the k = `sampling.likely_ids` most likely ids of each row, with log-probabilities.
+    """Return each row's k = `sampling.likely_ids` most likely ids.
 
     Args:
         logits: [B, V] in any floating-point dtype.
         sampling: the distribution, as for `draw_tokens`.
 
     Returns:
-        [B, k] int64 ids, ascending in each row, and [B, k] float32 log-probabilities; minus
-        infinity for an id that cannot be drawn.
+        [B, k] int64 ids, ascending in each row, and [B, k] float32 log-probabilities. An id that
+        cannot be drawn has minus infinity.
     """
     logprobs = sampling_logprobs(logits.float(), sampling)
     ids = logprobs.topk(min(sampling.likely_ids, logprobs.shape[-1]), dim=-1, sorted=False).indices
@@ -164,13 +164,13 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 COMPACT_BELOW = 0.75
-"""`compact` drops the ended rows once at most this share of the rows is still running."""
+"""`compact` drops the ended rows when at most this share of the rows still runs."""
 
 
 class StaticBatch:
-    """The rows that are sampled together: the tokens of each row, and whether it still runs.
+    """The rows that are sampled together, with their tokens and states.
 
-    `rows` maps each row of the current batch to its request; compaction shortens it.
+    `rows` maps each row of the current batch to its request. Compaction shortens it.
     """
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, window: int | None) -> None:
@@ -235,7 +235,7 @@ class StaticBatch:
     def parts(self, max_rows: int) -> list[StaticBatch]:
         """Divide the running rows into batches of up to `max_rows` rows.
 
-        The new batches share the arrays of this batch, so their samples appear in it, too.
+        The new batches share the arrays of this batch, so it also gets their samples.
         """
         running = np.flatnonzero(self._is_running)
         parts = []
@@ -273,7 +273,7 @@ class StaticBatch:
         return torch.cat([shown, grown], dim=1)
 
     def contexts(self) -> tuple[Tensor, Tensor | None]:
-        """Return the ids of each row: its prompt, then the K tokens that this batch has sampled.
+        """Return the ids of each row: its prompt, then its K sampled tokens.
 
         Returns:
             Ids [B, L + K] and the mask [B, L + K], or None if nothing is padded.
@@ -286,11 +286,11 @@ class StaticBatch:
         return ids, torch.cat([self._mask[prompt], torch.ones_like(sampled)], dim=1)
 
     def uniforms(self, step: int) -> npt.NDArray[np.float64]:
-        """Return the uniform random number with which each row draws its token `step`."""
+        """Return the random number by which each row draws token `step`."""
         return uniform_at(self._seeds, step)
 
     def is_barred(self, step: int) -> npt.NDArray[np.bool_] | None:
-        """Return [B] whether a stop id is forbidden as token `step` of each row.
+        """Return whether each row forbids a stop id as token `step`, [B].
 
         If a stop id is forbidden in no row, return None.
         """
@@ -305,7 +305,7 @@ class StaticBatch:
         version: PolicyVersion,
         supports: TokenSets | None = None,
     ) -> list[int]:
-        """Record token `step` of each running row, and end the rows that it completes.
+        """Record token `step` of each running row, and end completed rows.
 
         Returns:
             Indices of the requests that have ended.

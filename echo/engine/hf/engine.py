@@ -1,16 +1,16 @@
-"""Sample with a transformers model: the engine that runs wherever torch does.
+"""Engine that samples with a transformers model, wherever torch runs.
 
 It takes any causal language model directory with a config.json. The weights come through `load`.
 Shapes: B rows in the batch, U distinct prompts, L longest prompt, V vocabulary.
 
-A call of `generate` is cut into batches that fit the memory budget. In a batch every distinct
-prompt runs through the model once, its keys and values are repeated for the rollouts of its group,
-and all rows then advance together, one token at a time. Prompts of unequal length are padded on the
-left; prompts of equal length need no mask. Ended rows are dropped from the batch as soon as they
-are a quarter of it, so they cost at most a constant factor.
+A call of `generate` is divided into batches that fit the memory budget. In a batch every distinct
+prompt runs through the model once. Its keys and values are repeated for the rollouts of its group.
+All rows then advance together, one token at a time. Prompts of unequal length are padded on the
+left. Prompts of equal length need no mask. Ended rows are dropped from the batch when they are a
+quarter of it, so they cost at most a constant factor.
 
-New weights are installed between two tokens, by the thread that generates. If the model computes
-on the CPU in the published dtype, nothing is copied: the parameters are views of the version's
+New weights are installed between two tokens, by the thread that generates. If the model computes on
+the CPU in the published dtype, nothing is copied. The parameters are then views of the version's
 image, so a patch of the image also changes the model. Otherwise the changed words are scattered
 into the parameters.
 """
@@ -68,7 +68,7 @@ Job = Callable[[], None]
 
 
 class Mailbox:
-    """Passes jobs to the thread that holds the mailbox open, or runs them if no thread does."""
+    """Passes jobs to the thread that holds the mailbox open."""
 
     def __init__(self) -> None:
         """Start closed, without jobs."""
@@ -78,7 +78,7 @@ class Mailbox:
         self._jobs: list[tuple[Job, Future[None]]] = []
 
     def do(self, job: Job) -> None:
-        """Have the thread that holds the mailbox open run `job`, and wait until the job has ended.
+        """Have the thread that holds the mailbox open run `job`, and wait.
 
         If no thread holds the mailbox open, the calling thread runs the job. An exception of the
         job is raised here.
@@ -108,7 +108,7 @@ class Mailbox:
                     self._do_all()
 
     def empty(self) -> bool:
-        """Run the jobs that have arrived; return whether there were any jobs."""
+        """Run the jobs that have arrived. Return whether there were any."""
         if not self._jobs:
             return False
         with self._lock:
@@ -127,8 +127,8 @@ class Mailbox:
 
 
 SAMPLING_BYTES_PER_LOGIT = 32
-"""Bytes that sampling needs for each logit of a row: the logit, its float32 copy, log-probability,
-probability, the float64 sum, and a margin.
+"""Bytes that sampling needs for each logit of a row. They hold the logit, its float32 copy, its
+log-probability and probability, the float64 sum, and a margin.
 """
 
 
@@ -139,16 +139,16 @@ class TransformersEngine(Engine):
         model_dir: directory with config.json; weights in it are not read.
         device: "cpu", "cuda" or another torch device.
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
-        rollout_bytes: memory for rollouts; one rollout is always allowed. None if no plan has
-            set memory aside: then weights and rollouts take half of the memory that is free now.
-        is_beside: whether another thread computes on the same device at the same time. If so, on
-            a GPU the engine uses a CUDA stream of its own: in a shared stream, each token would
-            wait for all kernels that the other thread has launched.
+        rollout_bytes: memory for rollouts; one rollout is always allowed. None if no plan has set
+            memory aside. Weights and rollouts then take half of the memory that is free now.
+        is_beside: whether another thread computes on the same device at the same time. On a GPU the
+            engine then uses its own CUDA stream. In a shared stream, each token would wait for all
+            kernels of the other thread.
         attn_implementation: transformers' name of the attention; "auto" is sdpa if supported.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
         kv_cache: what happens to cached keys and values when weights change between two tokens.
-        lora: shape of the adapters that `load` takes, and the base model that the engine reads
-            in place of `model_dir`; None if `load` takes all weights.
+        lora: shape of the adapters that `load` takes, and their base model, which replaces
+            `model_dir`. None if `load` takes all weights.
     """
 
     def __init__(
@@ -210,14 +210,13 @@ class TransformersEngine(Engine):
         """Install all weights of a version between two tokens; see `Engine.load`.
 
         A tied tensor is given once, under any of its names. If the installation fails half way, the
-        previous version is installed again: for this the engine keeps the tensors of that version.
+        previous version is installed again. So the engine keeps the tensors of that version.
         """
         check_weights(self._loadable(), tensors)
         with self._installed.swap(version), self._in_stream():
             self._mailbox.do(lambda: self._install(tensors, version))
 
     def _in_stream(self) -> AbstractContextManager[object]:
-        """Have the block launch its GPU work in the engine's own stream, if the engine has one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _loadable(self) -> Mapping[str, Tensor]:
@@ -235,7 +234,7 @@ class TransformersEngine(Engine):
         self._tensors, self._version = tensors, version
 
     def _roll_back(self, version: PolicyVersion, why: str) -> None:
-        """Install the whole previous version again, if any; raise an EngineError if that fails."""
+        """Install the previous version again, if any. Raise an EngineError if that fails."""
         if self._tensors is None:
             return
         try:
@@ -251,7 +250,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use the tensors as parameters, if all have the right dtype and device; else copy them."""
+        """Use the tensors as parameters if dtype and device are right. Otherwise copy them."""
         if self._adapter is not None:
             for name, tensor in tensors.items():
                 self._adapter[name].copy_(tensor)
@@ -342,7 +341,7 @@ class TransformersEngine(Engine):
         return completions
 
     def _run_in_parts(self, batch: StaticBatch, watcher: Watcher) -> None:
-        """Run a batch; if memory runs out, run its remaining rows in batches of half the size."""
+        """Run a batch. If memory runs out, run its remaining rows in batches of half the size."""
         waiting = [batch]
         while waiting:
             batch = waiting.pop()
@@ -366,7 +365,6 @@ class TransformersEngine(Engine):
                 waiting.append(batch)
 
     def _numbers(self, prompt_tokens: int, completion_tokens: int) -> str:
-        """Return a text with the memory that a rollout needs, the budget and the free memory."""
         weights, one = self._needs(prompt_tokens, completion_tokens)
         return (
             f"the weights take {format_bytes(weights)}, one rollout of {prompt_tokens} + "
@@ -376,7 +374,7 @@ class TransformersEngine(Engine):
         )
 
     def _needs(self, prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
-        """Return the bytes of the weights, and the bytes that one rollout of this size needs."""
+        """Return the bytes of the weights and of one rollout of this size."""
         one = (
             self._kv_bytes_per_token * (prompt_tokens + completion_tokens)
             + SAMPLING_BYTES_PER_LOGIT * self._vocab_size
@@ -387,7 +385,7 @@ class TransformersEngine(Engine):
         return weight_bytes(self.model.state_dict())
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts fit beside the weights; raise EngineError if none fits."""
+        """Return how many rollouts fit beside the weights. Raise EngineError if none fits."""
         number = self._num_rollouts(prompt_tokens, completion_tokens)
         if number < 1:
             weights, one = self._needs(prompt_tokens, completion_tokens)
@@ -400,17 +398,16 @@ class TransformersEngine(Engine):
         return number
 
     def _num_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return the number of rollouts of this size that fit into memory at once; may be 0."""
         weights, one = self._needs(prompt_tokens, completion_tokens)
         number = max(self._least_rollouts, (self._budget_bytes - weights) // one)
         return self._concurrency.bounded(int(number))
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since the last call, under the metric's name."""
+        """Return how often memory ran out since the last call, by metric."""
         return self._concurrency.take_counts()
 
     def close(self) -> None:
-        """Drop the model's weights; no version is installed afterwards."""
+        """Drop the model's weights."""
         self._installed.close()
         self._tensors = None
         self.model.to("meta")
@@ -457,19 +454,18 @@ class TransformersEngine(Engine):
     def _begin(self, batch: StaticBatch, watcher: Watcher) -> tuple[Tensor, DynamicCache]:
         """Run the model over the present tokens of all rows (the prefill).
 
-        This may take a minute on a busy CPU, and no token is sampled before its end. So each
-        layer is reported as progress: without progress the leases would expire.
+        This may take a minute on a busy CPU, without a sampled token. Each layer is reported as
+        progress, since leases would expire without progress.
 
         Returns:
-            The logits [B, V] of each row's next token, and the keys and values of the tokens
-            before that token.
+            The logits [B, V] of each row's next token, and the keys and values of the tokens before
+            that token.
         """
         with self._reporting_layers(watcher):
             return self._read(batch)
 
     @contextmanager
     def _reporting_layers(self, watcher: Watcher) -> Iterator[None]:
-        """Report progress to the watcher after each layer of the model."""
         lists = [each for each in self.model.modules() if isinstance(each, torch.nn.ModuleList)]
         layers = max(lists, key=len, default=())
         hooks = [layer.register_forward_hook(lambda *_: watcher.on_progress(1)) for layer in layers]
@@ -495,7 +491,7 @@ class TransformersEngine(Engine):
     def _forward(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """Run the model over new tokens; return the logits [B, V] after each row's last token."""
+        """Run the model over new tokens. Return each row's logits after its last token, [B, V]."""
         # transformers 5.24 renames this argument, and warns about the old name.
         cache_name = "cache" if "cache" in self._forward_arguments else "past_key_values"
         arguments: dict[str, Any] = {
@@ -524,19 +520,19 @@ def _positions(mask: Tensor | None, shape: torch.Size) -> Tensor:
 def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the head's input as contiguous tensors.
 
-    transformers passes a slice of the states of all tokens. torch multiplies the rows of a slice
-    one by one, and in 16 bits on a CPU it copies the whole weight of the head for each row.
+    transformers passes a slice of the states of all tokens. torch multiplies a slice row by row. In
+    16 bits on a CPU it also copies the head's whole weight for each row.
     """
     return tuple(part.contiguous() for part in states)
 
 
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Replace row i of a cache by the present row `rows[i]` of the same cache, for each i below B.
+    """Replace row i of a cache by its present row `rows[i]`, for each i below B.
 
     An index may occur several times in `rows`, [B].
 
-    Uses the method for beam search: `batch_select_indices` of transformers leaves out the states
-    of convolutions and of linear attention.
+    Uses the method for beam search, because `batch_select_indices` of transformers leaves out the
+    states of convolutions and of linear attention.
     """
     cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor; takes int64
 
@@ -544,8 +540,8 @@ def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers.
 
-    The largest layer counts twice: while the cache of a layer grows by a token, the old and the new
-    copy of that cache exist together.
+    The largest layer counts twice. While its cache grows by a token, the old and the new copy exist
+    together.
     """
     widths = []
     for layer in layer_configs(config):

@@ -91,7 +91,7 @@ OWN_ARGUMENTS = {
     "max_cpu_loras": "sync.max_staleness",
     "lora_target_modules": "lora.target_modules",
 }
-"""Arguments of vLLM that Echo sets, each with the setting by which the user decides its value."""
+"""Arguments of vLLM that Echo sets, each with the user's setting for it."""
 
 
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 256 << 20, 4 << 30
@@ -100,9 +100,7 @@ rollouts, but takes at most a quarter of the free memory.
 """
 
 SPARE_TOKENS = 256
-"""Number of tokens in the KV cache that are kept for probes and for vLLM itself, in addition to the
-tokens of rollouts.
-"""
+"""Number of tokens in the KV cache that are kept for probes and for vLLM itself."""
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `max_lora_rank`."""
@@ -153,7 +151,7 @@ def check_installation() -> None:
 
 
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
-    """Set vLLM's environment variables, import vLLM, and make vLLM record tokens' supports.
+    """Import vLLM, with environment variables, and make it record supports.
 
     A second call does nothing.
 
@@ -176,7 +174,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
 
 
 def _import_remedy(message: str) -> str:
-    """Return the remedy for the likeliest cause of `message`, the error of importing vLLM."""
+    """Return the remedy for the likeliest cause of an error of importing vLLM."""
     stranger = re.search("torchvision|torchaudio|torchcodec", message)
     if stranger:
         return f"{stranger[0]} does not fit this PyTorch: pip uninstall {stranger[0]}"
@@ -205,10 +203,10 @@ def _requirements(distribution: str) -> list[str]:
 
 
 def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
-    """Return the user's value of an argument that is a count, or the default.
+    """Return the user's value of a count, or the default.
 
     Raises:
-        EngineError: if the value is not a whole number of at least 1; with 0 vLLM would wait
+        EngineError: if the value is not a whole number of at least 1. With 0 vLLM would wait
             forever.
     """
     value = passed.get(name, default)
@@ -259,7 +257,7 @@ def make_arguments(
     passed: Mapping[str, Any],
     demand: Demand | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine, without those for adapters (`lora_arguments`).
+    """Return the arguments of vLLM's engine, without those for adapters.
 
     Args:
         model_dir: directory with config.json.
@@ -314,26 +312,25 @@ def make_arguments(
 def _gpu_share(passed: Mapping[str, Any]) -> float:
     """Return the share of a GPU's memory that vLLM may take if the user sets no share.
 
-    If the user sets `kv_cache_memory_bytes`, vLLM takes that number of bytes and uses the share
-    only at its start, as the share of the memory that must be free. The result is then nearly 0, so
-    that vLLM does not refuse a GPU that another process uses.
+    If the user sets `kv_cache_memory_bytes`, the share is only the part of the memory that must be
+    free at vLLM's start. It is then nearly 0, so that vLLM accepts a GPU that another process uses.
     """
     return GPU_SHARE if passed.get("kv_cache_memory_bytes") is None else 0.01
 
 
 def _with_exact_head(given: Any) -> Any:
-    """Return overrides of the model's configuration with which vLLM computes logits in float32.
+    """Return overrides of the model's configuration that make logits float32.
 
-    The learner computes logits in float32, too. In bfloat16, logits between 16 and 32 are rounded
-    to multiples of 0.125. The overrides are used only on a GPU, because on a CPU vLLM would cast
-    the whole head to float32 at every step.
+    The learner computes logits in float32, too. In bfloat16, logits between 16 and 32 are multiples
+    of 0.125. The overrides are used only on a GPU: on a CPU vLLM would cast the whole head to
+    float32 at every step.
     """
     is_table = given is None or isinstance(given, Mapping)
     return {"head_dtype": "float32", **(given or {})} if is_table else given
 
 
 def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
-    """Return the bytes of KV cache that the expected rollouts need under vLLM's arguments."""
+    """Return the bytes of KV cache that the expected rollouts need."""
     model_dir = Path(arguments["model"])
     try:
         facts = read_model_facts(model_dir)
@@ -350,7 +347,7 @@ def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
 
 
 def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine for LoRA adapters over the model's own weights.
+    """Return the arguments of vLLM's engine for LoRA adapters.
 
     Args:
         rank: rank of the adapters.
@@ -378,13 +375,15 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return vLLM's arguments to keep `num_versions` adapters loaded, plus one for the probe."""
+    """Return vLLM's arguments to keep adapters loaded, and one more for the probe."""
     # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 
 
 def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
-    """Return how many adapter versions to keep loaded; log a warning if memory limits them.
+    """Return how many adapter versions to keep loaded.
+
+    If memory limits their number, log a warning.
 
     Args:
         lora: shape of the adapter, and the number of versions wanted.
@@ -407,12 +406,12 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the smallest `max_lora_rank` that allows `rank`; if none allows it, the largest."""
+    """Return the smallest `max_lora_rank` that allows `rank`, at most the largest."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 
 def _check(model_dir: Path, *, is_cpu: bool, process: Process, passed: Mapping[str, Any]) -> None:
-    """Raise one EngineError that lists every argument and model property that vLLM refuses."""
+    """Raise one EngineError that lists all arguments and properties that vLLM refuses."""
     from vllm import EngineArgs
 
     problems = _problems(passed, {field.name for field in dataclasses.fields(EngineArgs)})
@@ -455,8 +454,8 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 def _head_problems(model_dir: Path) -> list[str]:
     """Return a message if vLLM's CPU attention does not support the model's head size.
 
-    vLLM would die with such a size. Latent attention caches one vector per token for all heads, so
-    for latent attention the size of this vector is checked instead.
+    vLLM would die with such a size. Latent attention caches one vector per token for all heads. So
+    the size of this vector is checked instead.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend

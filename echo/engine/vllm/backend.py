@@ -1,13 +1,15 @@
 """vLLM backends: vLLM in this process, or in processes of its own.
 
-`InlineBackend` runs vLLM in our own process, for tests and small workers: it starts in two seconds
-and starts no other process. Only one thread touches the engine, between two steps; other threads
+`InlineBackend` runs vLLM in our own process, for tests and small workers. It starts in two seconds
+and starts no other process. Only one thread touches the engine, between two steps. Other threads
 put jobs into its queue and wait.
 
 A process has at most one `InlineBackend` at a time, because vLLM keeps its process groups in
-globals. vLLM has three other effects on the process: it disables `torch.set_num_threads` (restored
-here), creates a process group of size one, and seeds torch's global generator (every request of
-ours has a generator of its own).
+globals. vLLM has three other effects on the process:
+
+* It disables `torch.set_num_threads`, which is restored here.
+* It creates a process group of size one.
+* It seeds torch's global generator, which our requests do not use.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class EngineWasDeadError(EngineDeadError):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The reason why a vLLM died, and the number of requests that it was running."""
+    """The reason why vLLM died, and its number of running requests."""
 
     reason: str
     num_running: int
@@ -111,7 +113,7 @@ class BackendRequest:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [start, end) of a sample, and the tag of the weights that they were sampled from."""
+    """Tokens [start, end) of a sample, and the tag of their weights."""
 
     tag: str
     start: int
@@ -132,13 +134,12 @@ class BackendOutput:
     """[P - 1] log-probability of each prompt token after the first, nats; empty if not requested.
     """
     likely: TokenSets | None = None
-    """All ids that vLLM returned for each token, with log-probabilities: the most likely ids, and
-    the sampled token, whether or not it is one of them.
+    """All ids that vLLM returned for each token, with log-probabilities. These are the most likely
+    ids and the sampled token.
     """
     supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
-    """For each token, the ids that it could have been drawn from. The entry of a token is None if
-    all returned ids, and perhaps further ids, could have been drawn. If no ids were requested, the
-    tuple is empty.
+    """For each token, the ids that it could have been drawn from. None for a token if all returned
+    ids, and perhaps others, could have been drawn. If no ids were requested, the tuple is empty.
     """
 
 
@@ -147,7 +148,7 @@ HandedOver = Weights | Sequence[JoinedChanges]
 
 
 class Backend(abc.ABC):
-    """A running vLLM; its methods may be called from any thread."""
+    """A running vLLM. Any thread may call its methods."""
 
     facts: Facts
     death: Death | None = None
@@ -162,7 +163,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End the requests with these ids; each sample has the tokens so far and reason "abort"."""
+        """End the requests with these ids. Their samples get the reason "abort"."""
 
     @abc.abstractmethod
     def num_sampled(self) -> dict[str, int]:
@@ -170,25 +171,25 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Pause sampling, install weights, set the tag of later tokens, and resume sampling.
+        """Pause sampling, install weights and their tag, and resume sampling.
 
         The call is bounded in time.
 
         Args:
-            weights: all weights, or the changes to the installed ones (only if
-                `find_placement_fault` returns "").
+            weights: all weights, or the changes to the installed weights. Changes are allowed only
+                if `find_placement_fault` returns "".
             tag: a tag that was never used before.
             clears_cache: whether running requests' keys and values are dropped and computed again.
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
-            EngineDeadError: if the update fails at any point; the engine is unusable afterwards.
-            EngineError: if there is no space to hand the weights over; vLLM is unchanged.
+            EngineDeadError: if the update fails. The engine is unusable afterwards.
+            EngineError: if there is no space to hand the weights over. vLLM is unchanged.
         """
 
     @abc.abstractmethod
     def find_placement_fault(self) -> str:
-        """Return the reason why vLLM takes whole versions only; "" if it takes patches.
+        """Return why vLLM takes whole versions only, "" if it takes patches.
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
@@ -197,19 +198,19 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def add_adapter(self, adapter: Any) -> None:
-        """Load an adapter between two steps, beside the loaded adapters; bounded in time.
+        """Load an adapter between two steps, in bounded time.
 
         Args:
             adapter: vLLM's LoRARequest, with the directory to read the adapter from.
 
         Raises:
             EngineDeadError: if the engine has died.
-            EngineError: if vLLM refuses the adapter; the loaded adapters are unchanged.
+            EngineError: if vLLM refuses the adapter. The loaded adapters are unchanged.
         """
 
     @abc.abstractmethod
     def remove_adapter(self, serial: int) -> None:
-        """Unload the adapter with the number `serial` if it is loaded; no request may use it.
+        """Unload the adapter `serial` if it is loaded. No request may use it.
 
         Raises:
             EngineError: as in `add_adapter`.
@@ -217,20 +218,19 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def die(self, reason: str) -> None:
-        """Declare vLLM dead because of `reason`: every request fails with EngineDeadError."""
+        """Declare vLLM dead. Every request fails with EngineDeadError."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop vLLM and its threads; bounded in time."""
+        """Stop vLLM and its threads, in bounded time."""
 
 
 def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
     """Return vLLM's LoRARequest for the adapter of a slot.
 
-    vLLM identifies a loaded adapter by its number alone: if vLLM knows the number, it samples from
-    the weights that it has already loaded and ignores the directory. vLLM shares keys and values
-    between requests whose adapters have the same name and path. So no number or name is
-    used again.
+    vLLM identifies a loaded adapter by its number alone. If vLLM knows the number, it ignores the
+    directory and samples from the loaded weights. vLLM shares keys and values between requests
+    whose adapters have the same name and path. So each number and name is used once.
     """
     from vllm.lora.request import LoRARequest
 
@@ -260,7 +260,7 @@ def read_output(output: Any) -> BackendOutput:
 
 
 def _likely_sets(rows: Sequence[Mapping[int, Any]]) -> TokenSets:
-    """Return, for each token, the ids that have a log-probability above minus infinity."""
+    """Return, for each token, the ids with a log-probability above minus infinity."""
     kept = [
         sorted((token, each.logprob) for token, each in row.items() if math.isfinite(each.logprob))
         for row in rows
@@ -273,17 +273,17 @@ def _likely_sets(rows: Sequence[Mapping[int, Any]]) -> TokenSets:
 
 
 def num_sampled(output_processor: Any) -> dict[str, int]:
-    """Return the number of tokens sampled for each running request, from vLLM's own bookkeeping."""
+    """Return the number of tokens that vLLM sampled for each running request."""
     states = list(output_processor.request_states.values())
     return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
 
 def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls to vLLM's workers that install weights: (method, keyword arguments).
+    """Return the worker calls that install weights: (method, keyword arguments).
 
     Args:
         weights: the weights or changes to install.
-        where: the field of `transfer.TransferUpdate` that locates the weights, and its value.
+        where: the field of `transfer.TransferUpdate` for the weights, and its value.
     """
     info = {"update_info": dict(where)}
     if isinstance(weights, Mapping):
@@ -306,7 +306,7 @@ log = logging.getLogger(__name__)
 INLINE_CLOSE_TIMEOUT_S = 10.0
 
 _ALIVE = threading.Lock()
-"""Held while this process has an `InlineBackend`: a process can have one at a time."""
+"""Held while this process has an `InlineBackend`."""
 
 T = TypeVar("T")
 Job = Callable[[], None]
@@ -463,7 +463,7 @@ class InlineBackend(Backend):
         return num_sampled(self._engine.output_processor)
 
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
-        """Swap weights between two steps; vLLM reads the new weights from the caller's memory."""
+        """Swap weights between two steps, without a copy of the new weights."""
         from echo.engine.vllm.transfer import HANDED_OVER
 
         key = f"{id(self):x} {tag}"
@@ -495,7 +495,7 @@ class InlineBackend(Backend):
             raise EngineError(f"vLLM refuses the adapter: {describe_error(error)}") from error
 
     def _between_steps(self, change: Callable[[], T]) -> T:
-        """Run `change` in the engine's thread; return its result or raise its exception."""
+        """Run `change` in the engine's thread. Return its result or raise its exception."""
         done: Future[T] = Future()
 
         def job() -> None:
@@ -521,10 +521,7 @@ class InlineBackend(Backend):
             raise EngineDeadError(reason) from error
 
     def _swap(self, weights: HandedOver, key: str, tag: str, clears_cache: bool) -> None:
-        """Install `weights`; must be called in the engine's thread.
-
-        HANDED_OVER must hold the weights under `key`.
-        """
+        """Install `weights` in the engine's thread, from `HANDED_OVER[key]`."""
         core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
         for method, arguments in update_calls(weights, {"key": key}):
@@ -538,7 +535,7 @@ class InlineBackend(Backend):
         return str(why)
 
     def die(self, reason: str) -> None:
-        """Fail every request; the engine's thread ends after the step or job that it is running."""
+        """Fail every request. The engine's thread ends after its present step or job."""
         with self._lock:
             self.death = self.death or Death(reason, len(self._futures))
             futures = list(self._futures.values())
@@ -566,7 +563,7 @@ HEADER_BYTES = 16 << 20
 def hand_over_adapter(
     backend: Backend, tensors: Mapping[str, Tensor], lora: Lora, slot: VersionSlot
 ) -> None:
-    """Write an adapter to a file and have vLLM load it; generation is not paused.
+    """Write an adapter to a file and have vLLM load it, without a pause.
 
     Args:
         backend: the running vLLM.
@@ -576,7 +573,7 @@ def hand_over_adapter(
 
     Raises:
         EngineDeadError: if vLLM has died.
-        EngineError: if vLLM refuses the adapter, or there is no space for the file; the loaded
+        EngineError: if vLLM refuses the adapter, or there is no space for the file. The loaded
             adapters are unchanged.
     """
     with _directory_for(weight_bytes(tensors)) as directory:
@@ -586,10 +583,9 @@ def hand_over_adapter(
 
 @contextmanager
 def _directory_for(num_bytes: int) -> Iterator[Path]:
-    """Yield a new directory in /dev/shm, or on disk if /dev/shm is too small, as in containers.
+    """Yield a new directory in /dev/shm, or on disk if it has no space for `num_bytes`.
 
-    Args:
-        num_bytes: size of the tensors that will be written.
+    In containers /dev/shm is often small.
     """
     try:
         needed = num_bytes + HEADER_BYTES
@@ -615,11 +611,11 @@ def _directory_for(num_bytes: int) -> Iterator[Path]:
 class CrashReason:
     """The file into which one vLLM writes its crash reason.
 
-    The object also stores how many processes the kernel had killed when vLLM started.
+    The object also stores the number of processes that the kernel had killed at vLLM's start.
     """
 
     def __init__(self) -> None:
-        """Create the empty file, and count the processes that the kernel has killed so far."""
+        """Create the empty file, and count the kernel's kills so far."""
         handle, path = tempfile.mkstemp(prefix="echo-vllm-", suffix=".txt")
         os.close(handle)
         self._path = Path(path)
@@ -627,7 +623,7 @@ class CrashReason:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Put the file's path into the environment of processes that start during the block."""
+        """Put the file's path into the environment of processes started in the block."""
         os.environ[VARIABLE] = str(self._path)
         try:
             yield
@@ -635,7 +631,7 @@ class CrashReason:
             os.environ.pop(VARIABLE, None)
 
     def read(self, *, was_killed: bool = False) -> str:
-        """Return the reason why vLLM died; "" if the reason is not known.
+        """Return why vLLM died, "" if this is not known.
 
         Args:
             was_killed: whether one of vLLM's processes ended by SIGKILL.
@@ -662,10 +658,10 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 class ProcessBackend(Backend):
-    """vLLM in processes of its own: an AsyncLLM and the thread of its event loop."""
+    """vLLM in its own processes: an AsyncLLM and the thread of its event loop."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start vLLM in processes of its own, and the event loop that talks to them.
+        """Start vLLM in its own processes, and the event loop for them.
 
         Args:
             arguments: arguments for vLLM's AsyncEngineArgs.
@@ -758,7 +754,7 @@ class ProcessBackend(Backend):
         return await asyncio.wait_for(call, TIMEOUT_S)
 
     def _why(self, error: BaseException) -> str:
-        """Return why vLLM died: its process's own crash reason if there is one, else `error`."""
+        """Return vLLM's own crash reason if there is one, otherwise `error`."""
         manager = self._engine.engine_core.resources.engine_manager
         processes = [] if manager is None else manager.processes
         was_killed = any(process.exitcode == -signal.SIGKILL for process in processes)
@@ -800,7 +796,7 @@ class ProcessBackend(Backend):
             self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
     def find_placement_fault(self) -> str:
-        """Return why some worker of vLLM cannot place a patch; "" if all workers can."""
+        """Return why a worker of vLLM cannot place a patch, "" if all can."""
         found: list[str] = self._see_through(
             lambda: self._bounded(self._engine.collective_rpc("find_placement_fault"))
         )
@@ -817,11 +813,11 @@ class ProcessBackend(Backend):
     def _see_through(
         self, ask: Callable[[], Coroutine[Any, Any, T]], *, may_refuse: bool = False
     ) -> T:
-        """Run a coroutine on the event loop and return its result; bounded in time.
+        """Run a coroutine on the event loop in bounded time, and return its result.
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
-            EngineDeadError: if vLLM dies, does not answer, or fails; vLLM may be half updated.
+            EngineDeadError: if vLLM dies, does not answer, or fails. It may be half updated.
             EngineError: if vLLM fails but lives, and `may_refuse` is set.
         """
         if self._is_dead:
@@ -848,7 +844,7 @@ class ProcessBackend(Backend):
             task.cancel()
 
     def close(self) -> None:
-        """End vLLM's processes and our thread; a second call does nothing."""
+        """End vLLM's processes and our thread. A second call does nothing."""
         if self._loop.is_closed():
             return
         self.die("the engine is closed")

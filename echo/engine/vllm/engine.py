@@ -1,17 +1,17 @@
-"""vLLM engine: high throughput; weights are swapped while vLLM runs.
+"""vLLM engine, whose weights are swapped while it runs.
 
-A swap is a transaction. The engine checks the new weights against the model's shape, hands them
-over while generation is paused briefly (vLLM's own lifecycle), and probes them (`probe.py`): vLLM's
-log-probabilities of a prompt must match those of transformers under the same tensors. If these
-log-probabilities differ too much, the engine reinstalls the previous version and raises an error.
-An update that fails half way leaves the model with a mix of two versions. The engine then restarts
-vLLM with the last version that passed the probe, as after any other death of vLLM. The engine
-keeps the tensors of that version in host memory, and never on a GPU.
+A swap is a transaction. The engine checks the new weights against the model's shape. It hands them
+over while generation is paused briefly, by vLLM's own lifecycle. Then it probes them (`probe.py`):
+vLLM's log-probabilities of a prompt must match those of transformers under the same tensors. If
+they differ too much, the engine reinstalls the previous version and raises an error. An update that
+fails half way leaves the model with a mix of two versions. The engine then restarts vLLM with the
+last version that passed the probe, as after any other death of vLLM. The engine keeps the tensors
+of that version in host memory, and never on a GPU.
 
-A patch is a swap that hands over only the changed elements: the engine scatters these elements into
-vLLM's parameters, and then probes. If vLLM keeps weights in a layout of its own, the engine hands
-over whole versions instead. It also does so for every later version once a patch has failed the
-probe.
+A patch is a swap that hands over only the changed elements. The engine scatters these elements into
+vLLM's parameters, and then probes. If vLLM keeps weights in its own layout, the engine hands over
+whole versions instead. After a patch has failed the probe, all later versions are handed over
+whole.
 
 `kv_cache` decides whether running rollouts keep their keys and values across a swap; see
 `echo.engine.engine`.
@@ -103,11 +103,11 @@ from echo.weights.store.patches import Patch
 
 
 POLL_S = 0.05
-"""Longest time, in seconds, between two checks of whether a call must stop."""
+"""Longest time between two checks of whether a call must stop, seconds."""
 
 
 class CacheCapacity:
-    """Counts the free blocks of the KV cache and the free places in the batch, for all calls."""
+    """Counts free blocks of the KV cache and free places in the batch."""
 
     def __init__(self) -> None:
         """Start with no blocks and no places; `resize` sets their numbers."""
@@ -116,14 +116,17 @@ class CacheCapacity:
         self._num_blocks, self._num_seqs = self._all
 
     def resize(self, num_blocks: int, num_seqs: int) -> None:
-        """Set the total numbers of blocks and places; the free numbers change by the difference."""
+        """Set the total numbers of blocks and places.
+
+        The free numbers change by the same amount.
+        """
         with self._lock:
             self._num_blocks += num_blocks - self._all[0]
             self._num_seqs += num_seqs - self._all[1]
             self._all = num_blocks, num_seqs
 
     def take(self, num_blocks: int) -> bool:
-        """Take one place and `num_blocks` blocks, and return True.
+        """Take one place and `num_blocks` blocks, and return True on success.
 
         If too few are free, take nothing and return False.
         """
@@ -135,7 +138,7 @@ class CacheCapacity:
             return True
 
     def give_back(self, num_blocks: int) -> None:
-        """Give one place and `num_blocks` blocks back to the free ones."""
+        """Give one place and `num_blocks` blocks back."""
         with self._lock:
             self._num_seqs += 1
             self._num_blocks += num_blocks
@@ -162,7 +165,7 @@ class Call:
         watcher: Watcher,
         slot: VersionSlot | None,
     ) -> None:
-        """Store the requests and the slot of the adapter to sample from; `run` starts sampling."""
+        """Store the requests and the slot of their adapter. `run` starts sampling."""
         self._engine = engine
         self._slot = slot
         self._adapter = None if slot is None else adapter_request(slot)
@@ -182,7 +185,7 @@ class Call:
         self._progressed_at = time.monotonic()
 
     def run(self) -> list[Completion]:
-        """Sample until all requests have ended or the watcher stops; return the completions."""
+        """Sample until all requests have ended or the watcher stops."""
         try:
             while len(self._done) < len(self._requests):
                 self._is_stopping = self._is_stopping or self._watcher.should_stop()
@@ -235,7 +238,6 @@ class Call:
             self._running.append(_Running(index, request_id, num_blocks, backend, future))
 
     def _announce(self, request_id: str, request: Request) -> None:
-        """Have vLLM's front end search the tokens of a request for stop strings."""
         from echo.engine.vllm.stops import StopSearch, announce_search
 
         stop, turn = self._sampling.stop, request.turn_ids
@@ -246,14 +248,14 @@ class Call:
         )
 
     def _forget(self, running: _Running) -> None:
-        """Withdraw the announcement of a request, in case vLLM never accepted the request."""
+        """Withdraw a request's announcement, in case vLLM never accepted the request."""
         if self._sampling.stop is not None:
             from echo.engine.vllm.stops import forget_search
 
             forget_search(running.request_id)
 
     def _end_all(self) -> None:
-        """Abort the running and the waiting requests; may be called again."""
+        """Abort the running and the waiting requests. May be called again."""
         for index in self._waiting:
             self._done[index] = Completion(
                 self._requests[index].request_id,
@@ -268,7 +270,7 @@ class Call:
             backend.abort([r.request_id for r in self._running if r.backend is backend])
 
     def _report(self) -> None:
-        """Report new tokens to the watcher; declare vLLM dead after TIMEOUT_S without a token."""
+        """Report new tokens. Declare vLLM dead after TIMEOUT_S without a token."""
         counts: dict[str, int] = {}
         for backend in {running.backend for running in self._running}:
             counts |= backend.num_sampled()
@@ -358,7 +360,7 @@ class Call:
     def _support_of(
         self, sample: BackendOutput, num_tokens: int, request: Request
     ) -> TokenSets | None:
-        """Return the supports of the first tokens of a sample; None if all ids could be drawn."""
+        """Return the supports of a sample's first tokens, None if all ids could be drawn."""
         if self._num_ids:
             return self._engine.support_of(sample, self._num_ids)[:num_tokens]
         if not self._sampling.has_support:
@@ -375,15 +377,15 @@ def make_params(
     num_ids: int = 0,
     num_barred: int = 0,
 ) -> object:
-    """Return vLLM's SamplingParams for one request: output token ids with log-probabilities.
+    """Return vLLM's SamplingParams for one request.
 
     Args:
         sampling: how tokens are sampled.
         seed: fixes the random choices.
         max_tokens: tokens after which the request ends.
         of_prompt: whether the log-probabilities of the prompt are computed, too.
-        num_ids: most likely ids of each token that are returned, to find its support; 0 for none.
-        num_barred: tokens before which no stop id can be drawn.
+        num_ids: most likely ids to return for each token, to find its support; 0 for none.
+        num_barred: number of tokens before the first possible stop id.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -410,7 +412,7 @@ def make_params(
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
     """Return the `likely_ids` most likely ids of each token.
 
-    vLLM also returns a sampled id that is less likely; such an id is left out.
+    vLLM also returns the sampled id if it is less likely. Such an id is left out.
     """
     sets = sample.likely
     assert sets is not None
@@ -427,20 +429,20 @@ def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
 log = logging.getLogger(__name__)
 
 FIRST_SET_IDS = 1024
-"""Number of most likely ids of each token that vLLM is asked for at first; the number is multiplied
-by four each time a support has more ids. vLLM sends all of these ids, so a larger number would cost
-time for each token.
+"""First number of most likely ids that vLLM is asked for at each token. It is multiplied by four
+each time a support has more ids. vLLM sends all of these ids, so a larger number would cost time
+for each token.
 """
 
 MAX_RESTARTS = 3
-"""Largest number of restarts in a row without a successful swap in between; at the next death the
-engine fails.
+"""Largest number of restarts without a successful swap in between. At the next death the engine
+fails.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Installed:
-    """The weights of one version, and the log-probabilities that the probe expects from them."""
+    """The weights of one version, and what the probe expects from them."""
 
     tensors: Mapping[str, Tensor]
     version: PolicyVersion
@@ -448,7 +450,7 @@ class _Installed:
 
 
 def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
-    """Raise if vLLM cannot use this device, or if `kv_cache` would have no effect, as with LoRA."""
+    """Raise if vLLM cannot use this device, or if `kv_cache` has no effect (LoRA)."""
     if device not in ("cpu", "cuda"):
         raise EngineError(
             f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
@@ -462,7 +464,7 @@ def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
 
 
 def _swap_remedy(error: EngineDeadError) -> str:
-    """Return the remedy if vLLM died in a swap because memory ran out; "" for other errors."""
+    """Return the remedy if vLLM ran out of memory in a swap, otherwise ""."""
     if not is_out_of_memory(str(error)):
         return ""
     return (
@@ -482,13 +484,13 @@ class VllmEngine(Engine):
         kv_cache: whether running rollouts keep their keys and values when weights are swapped.
         arguments: engine arguments passed through to vLLM.
         num_threads: CPU threads per operation; 0 for vLLM's choice.
-        lora: shape of the adapters that `load` takes, and the base model that vLLM reads in place
-            of `model_dir`; None if `load` takes all weights.
+        lora: shape of the adapters that `load` takes, and their base model, which replaces
+            `model_dir`. None if `load` takes all weights.
         demand: rollouts that the KV cache on a CPU is sized for; None to size it by free memory.
 
     Raises:
-        EngineError: if vLLM is not installed, or cannot run this model with these arguments, or one
-            of the arguments has no effect.
+        EngineError: if vLLM is not installed, or cannot run this model with these arguments. Also
+            if an argument has no effect.
     """
 
     is_continuous = True
@@ -566,9 +568,10 @@ class VllmEngine(Engine):
         return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Swap weights while rollouts run, probe them, and roll back if the probe fails.
+        """Swap and probe weights while rollouts run.
 
-        An adapter is loaded beside the others; running rollouts continue meanwhile.
+        If the probe fails, roll back. An adapter is loaded beside the others, while rollouts
+        continue.
         """
         if isinstance(self._installed, VersionSlots):
             with self._installed.load(version) as (slot, unloaded):
@@ -579,7 +582,10 @@ class VllmEngine(Engine):
             self._swap(version, lambda: self._install(new))
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Write a patch to the image and to vLLM, probe it, and roll back if the probe fails."""
+        """Write a patch to the image and to vLLM, and probe it.
+
+        If the probe fails, roll back.
+        """
         if not isinstance(self._installed, InstalledVersion):
             super().patch(patch, image, specs)
             return
@@ -598,7 +604,7 @@ class VllmEngine(Engine):
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
-        """Sample one completion for each request, in their order; calls may run concurrently."""
+        """Sample one completion for each request, in order. Calls may be concurrent."""
         # vLLM's sampler would fail on more ids than there are.
         likely_ids = min(sampling.likely_ids, self._probe.vocab_size)
         sampling = replace(sampling, likely_ids=likely_ids)
@@ -612,12 +618,12 @@ class VllmEngine(Engine):
         return self._installed.request(version)
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size the KV cache and the settings allow at once."""
+        """Return how many rollouts the KV cache and the settings allow at once."""
         number = self.rollouts_in_memory(prompt_tokens, completion_tokens)
         return min(number, self._backend.facts.max_num_seqs - 1)
 
     def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size, in tokens, fit into vLLM's KV cache at once."""
+        """Return how many rollouts fit into vLLM's KV cache at once."""
         facts = self._backend.facts
         num_tokens = min(prompt_tokens + completion_tokens, facts.max_model_len)
         number = self._num_blocks // facts.blocks_of(num_tokens)
@@ -630,7 +636,7 @@ class VllmEngine(Engine):
         return self._launcher.concurrency.bounded(number)
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since the last call, under the metric's name."""
+        """Return how often memory ran out since the last call, by metric."""
         return self._launcher.concurrency.take_counts()
 
     def close(self) -> None:
@@ -660,13 +666,13 @@ class VllmEngine(Engine):
     def current(self) -> tuple[Backend, str | None]:
         """Return the backend and the cache salt of the weights.
 
-        If swaps clear the cache, there is no salt: None.
+        If swaps clear the cache, the salt is None.
         """
         with self._lock:
             return self._backend, None if self._clears_cache else self._tag
 
     def version_of(self, tag: str) -> PolicyVersion | None:
-        """Return the version of the weights with this tag; None if they failed the probe.
+        """Return the version with this tag, None if it failed the probe.
 
         Raises:
             KeyError: while the probe of these weights runs.
@@ -676,7 +682,7 @@ class VllmEngine(Engine):
     def support_of(self, sample: BackendOutput, num_ids: int) -> TokenSets:
         """Return the supports of a sample.
 
-        If a support is too large for the requested ids, later calls request more ids.
+        If a support has more ids than were requested, later calls request more.
 
         Args:
             sample: a sample that was requested with `num_ids`.
@@ -696,7 +702,7 @@ class VllmEngine(Engine):
         return support
 
     def revive(self, backend: Backend) -> None:
-        """Restart vLLM, unless another thread has already replaced the dead `backend`."""
+        """Restart vLLM, unless another thread has replaced the dead `backend`."""
         with self._lock:
             if self._backend is backend:
                 self._restart()
@@ -713,7 +719,9 @@ class VllmEngine(Engine):
         install: Callable[[], str | None],
         take_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """Install weights, and roll back if this fails; if vLLM was already dead, restart it first.
+        """Install weights, and roll back if this fails.
+
+        If vLLM was already dead, restart it first.
 
         Args:
             version: the version to name in errors.
@@ -759,11 +767,10 @@ class VllmEngine(Engine):
             self._restart()
 
     def _install(self, weights: _Installed) -> str | None:
-        """Hand a whole version to vLLM and probe it; return why the probe failed, or None."""
         return self._hand_over(names_on_disk(self._probe.model, weights.tensors), weights)
 
     def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
-        """Hand over weights or changes and probe them; return why the probe failed, or None."""
+        """Hand over and probe weights or changes. Return why the probe failed, or None."""
         self._tag = tag = str(next(self._serials))
         self._backend.update(what, tag, clears_cache=self._clears_cache)
         fault = self._find_fault(self._backend, weights, tag)
@@ -800,10 +807,7 @@ class VllmEngine(Engine):
         return fault
 
     def _find_patch_fault(self) -> str:
-        """Return why vLLM gets whole versions; "" if it gets patches.
-
-        Log the reason if it is new.
-        """
+        """Return why vLLM gets whole versions, "" if it gets patches. Log a new reason."""
         if self._is_misplaced:
             why = "a patch was found wrong"
         elif has_other_names_on_disk(self._probe.model):
@@ -818,10 +822,10 @@ class VllmEngine(Engine):
     def _find_fault(
         self, backend: Backend, weights: _Installed, tag: str, adapter: Any = None
     ) -> str | None:
-        """Probe weights; return how vLLM's log-probabilities deviate, or None if they match.
+        """Probe weights. Return how vLLM's log-probabilities deviate, or None.
 
         Raises:
-            EngineDeadError: if vLLM does not answer the probe; the backend is declared dead.
+            EngineDeadError: if vLLM does not answer the probe. The backend is declared dead.
         """
         params = make_params(Sampling(1.0, 1.0, 0, 1, ()), 0, 1, of_prompt=True)
         prompt = {"prompt_token_ids": weights.expected.prompt_ids, "cache_salt": f"probe {tag}"}
@@ -846,7 +850,7 @@ class VllmEngine(Engine):
     def _load_adapter(
         self, slot: VersionSlot, unloaded: VersionSlot | None, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Load an adapter in place of an old one and probe it; running rollouts continue."""
+        """Replace an old adapter by a new one and probe it, while rollouts continue."""
         # Copied: the caller's memory is valid only during `load`, these tensors are kept longer.
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         weights = self._expected(copies, slot.version)
@@ -866,7 +870,7 @@ class VllmEngine(Engine):
         self._num_restarts = 0
 
     def _add_adapter_alive(self, slot: VersionSlot, weights: _Installed) -> str | None:
-        """Load and probe an adapter; restart vLLM first if it was already dead."""
+        """Load and probe an adapter, after a restart if vLLM was dead."""
         while True:
             backend = self.current()[0]
             try:
@@ -901,7 +905,7 @@ class VllmEngine(Engine):
     # --- vLLM itself -----------------------------------------------------------------------------
 
     def _reinstall(self) -> str | None:
-        """Reinstall all weights that passed the probe; return why the probe fails now, or None."""
+        """Reinstall all weights that passed the probe. Return why it fails now, or None."""
         for slot, weights in self._adapters.items():
             fault = self._add_adapter(self._backend, slot, weights)
             if fault is not None:

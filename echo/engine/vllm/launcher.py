@@ -1,10 +1,8 @@
-"""Launches of vLLM: after a shortage of memory, the next launch asks for less.
+"""Launches of vLLM, with smaller arguments after a shortage of memory.
 
-* If memory runs out while vLLM starts for the first time, fewer versions of the adapter are kept.
-  If few versions are left, or at a later start, the number of rollouts that run at the same time is
-  halved.
-* If vLLM died of a shortage while rollouts ran, the number of rollouts and the KV cache are both
-  halved.
+* If memory runs out at vLLM's first start, fewer versions of the adapter are kept. If few versions
+  are left, or at a later start, the number of concurrent rollouts is halved.
+* If vLLM died of a shortage while rollouts ran, the number of rollouts and the KV cache are halved.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ class Launcher:
         num_threads: int,
         num_versions: int,
     ) -> None:
-        """Store what vLLM is launched with; `launch` starts it.
+        """Store the arguments of vLLM. `launch` starts it.
 
         Args:
             arguments: vLLM's engine arguments; the launcher lowers some of them.
-            probe: probes the weights, which takes blocks of the KV cache.
+            probe: probes the weights, in blocks of the KV cache.
             device: "cpu" or "cuda".
             process: "inline" runs vLLM in this process, "engine" in processes of its own.
             num_threads: CPU threads per operation; 0 for vLLM's choice.
@@ -67,10 +65,10 @@ class Launcher:
         """The limit on concurrent rollouts, which each shortage of memory halves."""
 
     def launch(self, *, is_first: bool = False) -> Backend:
-        """Start vLLM; if memory runs out, retry with fewer rollouts.
+        """Start vLLM. If memory runs out, retry with fewer rollouts.
 
-        The first launch also retries with fewer versions of the adapter. A later launch does not:
-        the number of versions is fixed by then.
+        The first launch also retries with fewer versions of the adapter. In a later launch the
+        number of versions is fixed.
         """
         while True:
             try:
@@ -99,7 +97,7 @@ class Launcher:
             return ProcessBackend(self._arguments)
 
     def _keep_fewer(self, why: str) -> bool:
-        """Halve the number of adapter versions; return False if it cannot be lowered further."""
+        """Halve the number of adapter versions. Return False if it cannot be lowered further."""
         if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)
@@ -114,11 +112,11 @@ class Launcher:
         return True
 
     def num_blocks(self, facts: Facts) -> int:
-        """Return the number of blocks of the KV cache that rollouts may take."""
+        """Return the number of KV cache blocks that rollouts may take."""
         return facts.num_blocks - self._spare_blocks(facts)
 
     def _spare_blocks(self, facts: Facts) -> int:
-        """Return the number of blocks reserved for vLLM itself (one) and for the probe."""
+        """Return the number of blocks kept for vLLM itself (one) and for the probe."""
         return 1 + facts.blocks_of(self._probe.num_tokens + 1)
 
     def reduce(self, death: Death, facts: Facts) -> bool:
@@ -143,7 +141,6 @@ class Launcher:
         return True
 
     def _numbers(self, facts: Facts | None = None) -> str:
-        """Return the sizes of the weights, the KV cache and the free memory as text."""
         parts = [f"the weights take {format_bytes(self._probe.weight_bytes)}"]
         if facts is not None:
             blocks = f"{facts.num_blocks} blocks of {facts.block_size} tokens"

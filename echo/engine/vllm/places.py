@@ -1,11 +1,11 @@
-"""Places of a checkpoint's elements in a model of vLLM, and the changes that vLLM is handed.
+"""Places of a checkpoint's elements in a model of vLLM, and their changes.
 
 `trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
-records each copy that the loader would make. A tensor that is copied once, as a whole, into
-one contiguous piece of a parameter can later be changed element by element. Two further checks find
-changes that the recorded copies do not show: the bits in the model must equal those of the tensor
-that was just loaded, and no layer may keep a second form of its weights. If any check fails
-(packed, quantised or sharded layers, experts), the model takes whole versions only.
+records each copy that the loader would make. A tensor that is copied once, as a whole, into one
+contiguous piece of a parameter can later be changed element by element. Two further checks find
+changes that the recorded copies do not show. The bits in the model must equal those of the loaded
+tensor, and no layer may keep a second form of its weights. If any check fails, the model takes
+whole versions only. This is so for experts, and for packed, quantised or sharded layers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CHANGES_FILE = "changes.safetensors"
 
 
 class UnplacedError(Exception):
-    """A tensor of the checkpoint has no contiguous place in the model; the message says why."""
+    """A checkpoint's tensor has no contiguous place in the model."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the copies that a loader makes from meta tensors, and prevents writes to tensors."""
+    """Records the copies of a loader from meta tensors, and prevents writes to tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,15 +53,15 @@ class _Recorder(TorchDispatchMode):
 
 
 def trace_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor's place in a model: a contiguous piece of one of its parameters.
+    """Return each tensor's place: a contiguous piece of one of the model's parameters.
 
     Args:
         model: a model of vLLM.
         tensors: the checkpoint that the model has just loaded, by name.
 
     Raises:
-        UnplacedError: if a tensor has no such place, or the model also computes from another form
-            of its weights.
+        UnplacedError: if a tensor has no such place, or if the model computes from another form of
+            its weights.
     """
     _check_layers(model)
     found: dict[str, Tensor] = {}
@@ -79,7 +79,10 @@ def trace_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _check_layers(model: nn.Module) -> None:
-    """Raise if a layer may keep a second form of its weights, because no change would reach it."""
+    """Raise if a layer may keep a second form of its weights.
+
+    No patch would reach the second form.
+    """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -98,7 +101,7 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def _trace(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, destination, source) of each copy that the model's loader makes."""
+    """Yield (name, destination, source) of each copy by the model's loader."""
     shadows = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     names = {_storage(shadow): name for name, shadow in shadows.items()}
     before = [(module, *each) for module in model.modules() for each in _own(module)]
@@ -138,7 +141,7 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
 
 MAX_COPY_BYTES = 512 << 20
 """Most bytes of changes that are copied to a GPU at once. The changes of most versions take fewer
-bytes. A swap of a whole version takes more memory of the GPU, for the largest layer.
+bytes. A swap of a whole version takes more memory, for the largest layer.
 """
 
 _ALIGNMENT_BYTES = 8
@@ -163,7 +166,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedChanges:
-    """Changes of tensors in one piece of memory, which reaches a GPU by a single copy.
+    """Changes of tensors in one piece of memory, for a single copy to a GPU.
 
     Changes of the same tensor that follow each other are joined, so one scatter writes them. An
     index takes 4 bytes, or 8 bytes if some index of the same tensor is 2^31 or more.
@@ -174,7 +177,7 @@ class JoinedChanges:
     pieces: Sequence[_Piece]
 
     def __iter__(self) -> Iterator[TensorChange]:
-        """Yield the change of each tensor, whose values and indices are views of the data."""
+        """Yield the change of each tensor, as views of the data."""
         for piece in self.pieces:
             values = self._view(piece.values_at, piece.number, piece.dtype)
             where: Tensor | int | None = piece.first
@@ -188,7 +191,7 @@ class JoinedChanges:
 
 
 def join_changes(changes: Iterable[TensorChange]) -> list[JoinedChanges]:
-    """Return the changes, copied into pieces of memory of about MAX_COPY_BYTES each."""
+    """Return the changes in pieces of memory of about MAX_COPY_BYTES each."""
     joined = []
     batch: list[TensorChange] = []
     num_bytes = 0
@@ -234,7 +237,7 @@ def _kind(change: TensorChange) -> tuple[str, str, bool]:
 
 @torch.no_grad()
 def store_changes(joined: Iterable[JoinedChanges], places: Mapping[str, Tensor]) -> None:
-    """Write changes into the places of their tensors, which are all on one device."""
+    """Write changes into their tensors' places, all on one device."""
     device = next(iter(places.values())).device
     for each in joined:
         for change in JoinedChanges(each.data.to(device), each.pieces):
@@ -242,7 +245,7 @@ def store_changes(joined: Iterable[JoinedChanges], places: Mapping[str, Tensor])
 
 
 def save_changes(directory: Path, joined: Sequence[JoinedChanges]) -> Path:
-    """Write changes to a new file in `directory`, for another process, and return its path.
+    """Write changes to a new file for another process, and return its path.
 
     Raises:
         OSError: if the file cannot be written.
@@ -255,7 +258,7 @@ def save_changes(directory: Path, joined: Sequence[JoinedChanges]) -> Path:
 
 
 def load_changes(path: Path) -> Iterator[JoinedChanges]:
-    """Yield the changes that `save_changes` wrote into a file, in the same order."""
+    """Yield the changes that `save_changes` wrote, in the same order."""
     with safe_open(path, framework="pt") as file:
         for number, pieces in enumerate(json.loads(file.metadata()["pieces"])):
             data = file.get_tensor(str(number))

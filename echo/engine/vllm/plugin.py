@@ -19,11 +19,11 @@ PLUGIN_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "echo.engine.vllm.plugin:register"
 
 VARIABLE = "ECHO_VLLM_CRASH_REASON"
-"""Environment variable that gives vLLM's processes the path of the file for their crash reason."""
+"""Environment variable with the path of the file for crash reasons."""
 
 LOGGER = "vllm.v1.engine.core"
 PREFIX = "EngineCore "
-"""Prefix of the log records with which vLLM's engine reports a failed start or a later death."""
+"""Prefix of vLLM's log records of a failed start or a later death."""
 
 VMSTAT = Path("/proc/vmstat")
 
@@ -48,7 +48,7 @@ def listen() -> None:
 
 
 def count_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory since it booted."""
+    """Return how many processes the kernel has killed for lack of memory."""
     try:
         lines = VMSTAT.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -64,7 +64,10 @@ WORKER_EXTENSION = "echo.engine.vllm.transfer.WorkerExtension"
 
 
 def register() -> None:
-    """Register the weight transfer backend and the log handler; may be called again."""
+    """Register the weight transfer backend and the log handler.
+
+    A second call does nothing.
+    """
     listen()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 

@@ -1,4 +1,4 @@
-"""Probe after a swap: check that vLLM samples from the weights that it was handed.
+"""Check after a swap that vLLM samples from the new weights.
 
 vLLM's log-probabilities of a prompt must match those that transformers computes on the host from
 the same tensors, independently of vLLM. A tied head with its old weights, a missed layer or a
@@ -6,19 +6,19 @@ transposed tensor shows as a difference of tenths of nats per token.
 
 The prompt is a concatenation of NUM_TEXTS texts. Each is a fixed beginning that the model itself
 has continued greedily, so its tokens are likely. Rounding to 16 bits moves the log-probabilities of
-unlikely tokens (-15 nats) by tenths of nats, as much as wrong weights do; it moves the
-log-probabilities of likely tokens far less.
+unlikely tokens (-15 nats) by tenths of nats, as much as wrong weights do. It moves those of likely
+tokens far less.
 
-The effect of rounding is measured when the prompt is made: the mean difference between the model in
-16 bits and in float32, both computed by transformers. The allowed difference follows from this
-measurement and has an upper bound (ALLOWED); neither later versions nor vLLM can raise it. When the
-prompt has become unlikely under the policy, a version that passed the probe generates a new prompt
-for later versions.
+The effect of rounding is measured when the prompt is made. It is the mean difference between the
+model in 16 bits and in float32, both computed by transformers. The allowed difference follows from
+this measurement and has an upper bound (ALLOWED). Neither later versions nor vLLM can raise it. If
+the prompt becomes unlikely under the policy, a version that passed the probe generates a new
+prompt.
 
-A pass in float32 uses the same 16-bit weights and widens each for one operation, so the whole model
+A pass in float32 uses the same 16-bit weights and widens each for one operation. So the whole model
 is never held in float32. If this pass takes at most SPARED_S longer than a pass in 16 bits, every
-version is compared with it. Otherwise versions are compared with the pass in 16 bits, and a version
-that deviates is compared with a pass in float32 before it is refused.
+version is compared with it. Otherwise versions are compared with a pass in 16 bits. Before a
+deviating version is refused, it is compared with a pass in float32.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ log-probabilities do not count in the mean.
 """
 
 NUM_ROUNDINGS = 2.0
-"""Allowed difference, as a multiple of the measured effect of rounding. vLLM rounds in an order of
-its own: its difference is 1.5 times that effect (bench/bench_probe.py measures both).
+"""Allowed difference, as a multiple of the measured effect of rounding. vLLM rounds in another
+order, so its difference is 1.5 times that effect (bench/bench_probe.py measures both).
 """
 
 ALLOWED = {"float32": (2e-4, 2e-4), "float16": (0.01, 0.03), "bfloat16": (0.05, 0.15)}
@@ -67,8 +67,8 @@ MAX_DRIFT = 1.0
 """Nats per token by which the prompt may become less likely before a new prompt is made."""
 
 SPARED_S = 1.0
-"""A pass in float32 is made at each swap if it takes at most this number of seconds longer than a
-pass in 16 bits.
+"""Seconds. A pass in float32 is made at each swap if it takes at most this much longer than a pass
+in 16 bits.
 """
 
 MAX_WIDENED = 1 << 24
@@ -89,10 +89,12 @@ class Expectation:
 
 
 class SwapProbe:
-    """Makes the prompt, and computes its expected log-probabilities; thread-safe."""
+    """Makes the prompt and computes its expected log-probabilities. Thread-safe."""
 
     def __init__(self, model_dir: Path, dtype: str, lora: Lora | None = None) -> None:
-        """Build the model without weights; the first version given to `expected` makes the prompt.
+        """Build the model without weights.
+
+        The first call of `expected` makes the prompt.
 
         Args:
             model_dir: directory with config.json.
@@ -143,13 +145,13 @@ class SwapProbe:
         """Held while the model's weights are replaced or used."""
 
     def bound(self, window: int) -> None:
-        """Make the prompt fit into `window` tokens; must be called before the prompt is made."""
+        """Limit the prompt to `window` tokens, before it is made."""
         most = max(START_TOKENS + 1, (window - 1) // NUM_TEXTS)
         self._text_tokens = min(self._text_tokens, most)
         self.num_tokens = NUM_TEXTS * self._text_tokens
 
     def expected(self, tensors: Mapping[str, Tensor]) -> Expectation:
-        """Return the prompt, its log-probabilities under the given weights, and the bound.
+        """Return the prompt, its log-probabilities under the weights, and the bound.
 
         The tensors become the model's weights without a copy, unless their dtype must change.
 
@@ -201,7 +203,7 @@ class SwapProbe:
         )
 
     def accepted(self, expectation: Expectation, tensors: Mapping[str, Tensor]) -> None:
-        """Record weights that passed the probe, and what the probe expected of them.
+        """Record weights that passed the probe.
 
         If the prompt has become unlikely under these weights, generate a new prompt with them.
         """
@@ -212,16 +214,14 @@ class SwapProbe:
                 self._make_prompt()
 
     def _difference(self, one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-        """Return the mean absolute difference of two arrays of log-probabilities."""
         return self._mean(np.abs(one - other))
 
     def _mean(self, values: npt.NDArray[np.float32]) -> float:
-        """Return the mean of [P - 1] values over the prompt, without the texts' beginnings."""
+        """Return the mean of [P - 1] values, without the texts' beginnings."""
         places = np.arange(1, len(values) + 1) % self._text_tokens
         return float(values[places >= START_TOKENS].mean())
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the model's weights to these tensors."""
         if self._adapter is None:
             check_weights(self.model.state_dict(), tensors)
             cast = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
@@ -233,7 +233,7 @@ class SwapProbe:
                 self._adapter[name].copy_(tensor)
 
     def _make_prompt(self) -> None:
-        """Generate the prompt with the present weights; measure how rounding changes its scores."""
+        """Generate the prompt with the present weights, and measure the effect of rounding."""
         started = time.perf_counter()
         starts = torch.arange(NUM_TEXTS * START_TOKENS).view(NUM_TEXTS, START_TOKENS)
         starts = (1 + starts * 2654435761) % self.vocab_size
@@ -290,7 +290,7 @@ class SwapProbe:
 
 
 class _Float32(TorchFunctionMode):
-    """Computes in float32 with 16-bit weights, which are widened for one operation at a time."""
+    """Computes in float32 with 16-bit weights, widened for one operation at a time."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -309,7 +309,7 @@ class _Float32(TorchFunctionMode):
 
 
 def _widened(value: Any) -> Any:
-    """Return a 16-bit tensor or dtype as float32, and any other value unchanged."""
+    """Return a 16-bit tensor or dtype as float32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     return torch.float32 if value in _HALF else value

@@ -1,4 +1,4 @@
-"""Starts of vLLM: causes of a failed start with their remedies, and one start per GPU at a time."""
+"""Starts of vLLM: remedies of failed starts, and one start per GPU at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echo.engine.vllm.plugin import ENTRY_POINT, PLUGIN_GROUP
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 600.0
-"""Longest wait for another vLLM that starts on the same GPU, seconds; a start takes no longer."""
+"""Longest wait for another vLLM's start on the same GPU, seconds."""
 
 POLL_S = 0.1
 """Seconds between two attempts to take the lock of a GPU."""
@@ -84,12 +84,11 @@ REMEDIES = (
 
 
 MAX_REASON = 600
-"""Largest number of characters of a reason that is shown; errors of compilers quote whole programs.
-"""
+"""Largest number of shown characters of a reason. Errors of compilers quote whole programs."""
 
 
 def with_remedy(reason: str) -> str:
-    """Return the reason of a failed start on one line, followed by the remedy if one is known."""
+    """Return the reason of a failed start on one line, with the remedy if known."""
     text = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
     for pattern, remedy in REMEDIES:
         if re.search(pattern, reason):
@@ -98,9 +97,9 @@ def with_remedy(reason: str) -> str:
 
 
 def find_missing_compiler() -> str:
-    """Return what Triton lacks to compile its C code when vLLM starts; "" if it lacks nothing.
+    """Return what Triton lacks to compile its C code, "" if nothing.
 
-    The start may succeed nevertheless, because Triton's cache may hold the compiled code already.
+    vLLM may start nevertheless, because Triton's cache may hold the compiled code.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -112,7 +111,7 @@ def find_missing_compiler() -> str:
 
 
 def find_missing_plugin() -> str:
-    """Return why vLLM's processes would not find Echo's plugin; "" if they will find it."""
+    """Return why vLLM's processes would not find Echo's plugin, or ""."""
     points = metadata.entry_points(group=PLUGIN_GROUP)
     if not any(point.value == ENTRY_POINT for point in points):
         return (
@@ -129,7 +128,7 @@ def find_missing_plugin() -> str:
 
 @contextmanager
 def alone_on_gpus(num_gpus: int) -> Iterator[None]:
-    """Hold a lock on each of the first GPUs that this process sees, while vLLM starts on them.
+    """Hold a lock on each of the first `num_gpus` GPUs while vLLM starts on them.
 
     vLLM measures the free memory of a GPU before and after a trial. A second vLLM that starts on
     the same GPU meanwhile would make the first one fail, or give it a wrong share. The locks end
@@ -168,7 +167,6 @@ def _lock_of(gpu: str) -> Iterator[None]:
 
 
 def _take(descriptor: int) -> bool:
-    """Take the lock of an open file if it is free; return whether this call has taken it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

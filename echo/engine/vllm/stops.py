@@ -1,9 +1,9 @@
 """Stop strings in vLLM's front end.
 
 vLLM looks for stop strings while it turns tokens into text, and Echo's vLLM has no tokenizer. So
-Echo's own search takes the place of vLLM's: `search_stop_strings` makes the front end in this
-process create Echo's search for the requests that were announced with `announce_search`. vLLM then
-ends such a request itself, with the token that completes the stop string as its last one.
+Echo's own search takes the place of vLLM's. Requests are announced with `announce_search`.
+`search_stop_strings` makes the front end in this process create Echo's search for these requests.
+vLLM then ends such a request itself, after the token that completes the stop string.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ class StopSearch:
 
     stop: StopStrings
     before: tuple[int, ...]
-    """Tokens of the turn that earlier requests sampled; only the last `StopStrings.num_tokens` of
-    them are needed.
+    """Tokens of the turn from earlier requests. Only the last `StopStrings.num_tokens` are needed.
     """
     num_barred: int
     """Number of tokens of this request after which the search begins."""
 
 
 _ANNOUNCED: dict[str, StopSearch] = {}
-"""The searches of requests that vLLM has not yet accepted, by request id."""
+"""Searches of requests that vLLM has not yet accepted, by id."""
 
 
 def announce_search(request_id: str, search: StopSearch) -> None:
-    """Have vLLM search a request for stop strings; call this before the request is submitted."""
+    """Have vLLM search a request for stop strings.
+
+    The call must come before the request is submitted.
+    """
     _ANNOUNCED[request_id] = search
 
 
 def forget_search(request_id: str) -> None:
-    """Forget a request that may never have been accepted."""
+    """Forget a request that vLLM may never have accepted."""
     _ANNOUNCED.pop(request_id, None)
 
 
@@ -53,7 +55,7 @@ class StopDetokenizer(IncrementalDetokenizer):
         self._search = search
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Add tokens until one of them completes a stop string, then return a text; else None."""
+        """Add tokens until one completes a stop string. Return a text then, else None."""
         search = self._search
         for token in new_token_ids:
             self.token_ids.append(token)
@@ -66,7 +68,7 @@ class StopDetokenizer(IncrementalDetokenizer):
 
 
 def search_stop_strings() -> None:
-    """Replace a method of vLLM, so that it searches announced requests for stop strings.
+    """Replace a method of vLLM to search announced requests for stop strings.
 
     This changes vLLM's front end in the present process.
     """

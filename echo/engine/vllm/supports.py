@@ -1,10 +1,10 @@
 """The support of each token, read from vLLM's log-probabilities.
 
 With `logprobs_mode="processed_logprobs"` vLLM returns the K most likely ids of each token after
-temperature, min_p, top_k and top_p, with -inf for an id that could not be drawn. So the ids with a
+temperature, min_p, top_k and top_p. An id that could not be drawn has -inf. So the ids with a
 finite log-probability are the support, if there are fewer than K. vLLM's own `return_sampling_mask`
-would return the supports directly, but it exists for GPUs alone, demands top_k for each request,
-and refuses greedy requests, which evaluations of versions use.
+returns the supports directly. But it exists for GPUs alone, demands top_k for each request, and
+refuses the greedy requests of evaluations.
 
 vLLM would keep an object for each of the K log-probabilities until the request ends.
 `collect_supports` makes vLLM keep only the ids of the supports.
@@ -26,7 +26,7 @@ from echo.core.token_sets import NOT_RECORDED, TOO_LARGE, TokenSets
 
 
 class SupportLogprobs(FlatLogprobs):
-    """The log-probability of each sampled token, and the ids that it could have been drawn from."""
+    """The log-probability and the support of each sampled token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class SupportLogprobs(FlatLogprobs):
         ranks: chain[int],
         decoded_tokens: Iterable[str | None],
     ) -> None:
-        """Add a token: first the sampled id, then the most likely ids in falling order."""
+        """Add a token's ids: first the sampled id, then the likely ids in falling order."""
         end = bisect_left(logprobs, True, lo=1, key=lambda logprob: logprob == -math.inf)
         is_whole = end == len(token_ids)
         self.supports.append(None if is_whole else np.array(sorted(token_ids[1:end]), np.int32))
@@ -50,7 +50,7 @@ class SupportLogprobs(FlatLogprobs):
 
 
 def collect_supports() -> None:
-    """Replace a function of vLLM, so that requests with `flat_logprobs` record supports.
+    """Replace a function of vLLM to record supports of `flat_logprobs` requests.
 
     This changes vLLM's front end in the present process.
     """
@@ -62,7 +62,7 @@ def _create(flat_logprobs: bool) -> SampleLogprobs:
 
 
 def supports_of(found: Sequence[npt.NDArray[np.int32] | None], *, is_every_id: bool) -> TokenSets:
-    """Return the supports of a request's tokens, from the ids that were collected.
+    """Return the supports of a request's tokens from the collected ids.
 
     Args:
         found: `SupportLogprobs.supports` of the request.

@@ -2,12 +2,12 @@
 
 vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in each of its worker
 processes while generation is paused. If vLLM runs in our own process, the weights come from a
-dictionary, otherwise from a safetensors file (in shared memory). Each tensor goes from there
-directly to the device; vLLM fuses and shards tensors as its model requires.
+dictionary. Otherwise they come from a safetensors file in shared memory. Each tensor goes from
+there directly to the device. vLLM fuses and shards tensors as its model requires.
 
-The changes of a patch arrive in the same two ways, and reach the device by a single copy. They are
-scattered into the places that were found when the first whole version was loaded; the places are
-found again if vLLM moves a parameter.
+The changes of a patch arrive in the same two ways, and reach the device by a single copy. There
+they are scattered into their places. The places are computed when the first whole version is
+loaded, and again if vLLM moves a parameter.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from vllm.model_executor.model_loader.reload import (
 from echo.engine.vllm.places import UnplacedError, load_changes, store_changes, trace_places
 
 HANDED_OVER: dict[str, Any] = {}
-"""Weights or changes that are handed to an engine in this process, by the key in its
-`TransferUpdate`.
-"""
+"""Weights or changes for an engine in this process, by the key in its `TransferUpdate`."""
 
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Arguments for setting up the transfer; empty, since there is no connection to open."""
+    """Arguments for setting up the transfer. There are none."""
 
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where vLLM finds the weights or changes of one version; exactly one of the fields is set."""
+    """Where vLLM finds one version's weights or changes. Exactly one field is set."""
 
     key: str = ""
     """Key of the weights or changes in HANDED_OVER; "" if `path` is set."""
@@ -59,33 +57,33 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     update_info_cls = TransferUpdate
     model: nn.Module
     _loaded = TransferUpdate()
-    """Location of the version that is being loaded."""
     _places: Mapping[str, Tensor] = {}
-    """Name of a tensor of the checkpoint -> the piece of a model's parameter that the tensor fills.
-    """
+    """Name of a checkpoint's tensor -> the piece of a parameter that it fills."""
     _pointers: Sequence[int] = ()
-    """Data pointers of the model's parameters when `_places` was computed."""
     unplaced = "no version is loaded"
-    """Why the model takes whole versions only; "" if it takes patches."""
+    """Why the model takes whole versions only, "" if it takes patches."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Replace the model's weights by placeholders, before a whole version is loaded."""
+        """Replace the weights by placeholders before a whole version is loaded."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one version; the base class would also wait for an accelerator, even on a CPU."""
+        """Load one version.
+
+        The base class would also wait for an accelerator, even on a CPU.
+        """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Load all tensors of a version into the model, by their Hugging Face names."""
+        """Load all tensors of a version, by their Hugging Face names."""
         self._loaded = update_info
         self.model.load_weights(_read(update_info))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Convert the loaded layers to the kernels' layout, and find each tensor's place."""
+        """Convert loaded layers to the kernels' layout, and find the places."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
         _repack_experts(self.model)
@@ -102,7 +100,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
             self.unplaced = str(error)
 
     def patch_weights(self, update_info: TransferUpdate) -> None:
-        """Scatter the elements that changed since the last version into their places."""
+        """Scatter the changed elements into their places."""
         key, path = update_info.key, update_info.path
         store_changes(HANDED_OVER[key] if key else load_changes(Path(path)), self._places)
 
@@ -116,11 +114,11 @@ class WorkerExtension:
     weight_transfer_engine: TransferEngine
 
     def find_placement_fault(self) -> str:
-        """Return the reason why this worker takes whole versions only; "" if it takes patches."""
+        """Return why this worker takes whole versions only, "" if it takes patches."""
         return self.weight_transfer_engine.unplaced
 
     def patch_weights(self, update_info: dict[str, Any]) -> None:
-        """Scatter the changes of a patch into the model; the caller has paused generation."""
+        """Scatter the changes of a patch into the model. Generation is paused."""
         self.weight_transfer_engine.patch_weights(TransferUpdate(**update_info))
 
 
@@ -134,11 +132,11 @@ def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Repack a tied head, because vLLM 0.32 itself fails to do so on a CPU.
+    """Repack a tied head, since vLLM 0.32 does not do so on a CPU.
 
-    On a CPU, vLLM keeps a packed copy of each linear layer's weights and repacks it when the layer
-    receives weights. A head tied to the embedding receives no weights itself, so its packed copy
-    would keep the old weights.
+    On a CPU, vLLM keeps a packed copy of each linear layer's weights. It repacks the copy when the
+    layer receives weights. A head tied to the embedding receives no weights itself, so its packed
+    copy would keep the old weights.
     """
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
@@ -147,7 +145,7 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 def _repack_experts(model: nn.Module) -> None:
-    """Repack the experts, because vLLM 0.32 fails to do so on a CPU when it reloads weights.
+    """Repack the experts, since vLLM 0.32 does not do so on a CPU when it reloads weights.
 
     vLLM's CPU kernel for experts reads their weights in its own order. vLLM brings them into this
     order only at its start.
