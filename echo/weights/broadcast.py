@@ -1,7 +1,7 @@
 """The weights plane: each node fetches weights from a parent and forwards them to children.
 
 Every node fetches weights, chunk by chunk, from one parent, and serves any number of children. The
-learner has no parent; `publish` gives it its versions. A node has a **store** of items
+learner has no parent. It gets its versions by `publish`. A node has a **store** of items
 (`store/store.py`). An item is one version in one form: the whole image, or an encoded version (a
 delta or a keyframe).
 
@@ -16,23 +16,24 @@ delta or a keyframe).
                               <-  Gone      the parent no longer has that item
 
 Rules
+
 * A parent announces an item as soon as this parent itself begins to fetch the item. Chains are
   pipelined: a chunk is forwarded as soon as it has arrived and its hash has matched.
 * A node never stores or forwards a chunk that does not match the hash that the learner signed.
 * A chunk is held, forwarded and credited when it has been written. The write runs in a thread if it
-  may take long (`receiver.py`). So a slow disk lowers only the rate at which the node with this
-  disk receives.
+  may take long (`receiver.py`). So a slow disk slows down only the fetch of its own node.
 * A child takes the path with the fewest bytes to the newest version, and fetches the first item on
-  this path: the whole image, a keyframe, or a delta from a version that the child holds completely.
+  this path. The item is the whole image, a keyframe, or a delta from a version that the child holds
+  completely.
 * A newer version preempts the present fetch under two conditions. Less than half of the present
-  item has arrived, and the direct path to the newer version costs no more bytes than the path
-  through the present item. A fetch is not preempted twice in a row; otherwise a link slower than
-  the pace of publication would never complete a version.
+  item has arrived. The direct path to the newer version costs no more bytes than the path through
+  the present item. A fetch is not preempted twice in a row. Otherwise a link slower than the pace
+  of publication would never complete a version.
 * Lost messages are requested again. A child leaves a parent that is silent for too long
   (`link.py`), and turns to the spare parent. Without a spare parent the child repeats its request,
   and leaves the parent at the second silence. A child also leaves a parent that sends chunks with
   wrong hashes, or that announced an item and does not deliver it (`watchdog.py`). Then
-  (`ParentFailed`) `parents.py` chooses another parent, and the next Fetch names only the missing
+  (`ParentFailed`) `parents.py` chooses another parent. The next Fetch names only the missing
   chunks.
 * If there is no space for an item, the node abandons the item, and tries it again with a backoff
   (`receiver.py`).
@@ -40,8 +41,8 @@ Rules
   what the parent has offered.
 
 `Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). They
-share the store and do not call each other: the receiver returns values for the sender, which
-`store/changes.py` defines.
+share the store and do not call each other. The receiver returns values for the sender, which are
+defined in `store/changes.py`.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Broadcast:
     A role passes in messages (`receive`), time (`expire`), results of work (`worked`), the
     learner's newest version (`expect`) and the parent (`set_parent`). A learner's role also passes
     in the versions that it makes (`publish`, `publish_segment`). Each of these methods returns
-    actions. The role gives the learner's key to `trust`.
+    actions. `trust` needs the learner's key from the role.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Broadcast:
 
     @property
     def payload(self) -> Chunked | None:
-        """The newest version of this node, which may be partial, in the form with the fewest bytes.
+        """The newest version of this node, which may be partial, in its smallest form.
 
         None if the node has no version.
         """
@@ -198,14 +199,13 @@ class Broadcast:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` should be called next; None if it need not be called."""
+        """The time at which `expire` must be called next; None if it need not be called."""
         return earliest(self.receiver.deadline, self._sender.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
-        """Return the version that is being fetched, and how much of it has arrived.
+        """Return (version that is being fetched, number of held chunks, number of known chunks).
 
-        The second value is the number of held chunks, the third the number of known chunks. The
-        result is (None, 0, 0) if no version is being fetched.
+        The result is (None, 0, 0) if no version is being fetched.
         """
         item_id = self.receiver.item
         item = None if item_id is None else self._store.get(item_id)
@@ -223,11 +223,10 @@ class Broadcast:
         self._store.in_place.mode = mode
 
     def patch_of(self, version: PolicyVersion) -> ApplyPatch | None:
-        """Return the work that writes a delta over its base, to turn the base into `version`.
+        """Return the work that turns the image of a delta's base into `version`.
 
-        None if no delta to this version is ready.
-
-        The caller does the work, and passes the result to `worked`.
+        None if no delta to this version is ready. The caller does the work, and passes the result
+        to `worked`.
         """
         ready = self._store.in_place.ready
         if ready is None or ready.version != version:
@@ -256,11 +255,11 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Take over a complete or partial image that an earlier process left on this machine.
+        """Take over an image that an earlier process left on this machine, complete or partial.
 
         `frame` is the signed manifest, `storage` has the bytes, and `has_chunk` marks the correct
-        chunks. The manifest is verified again, because `trust` may have forgotten it: newer
-        versions may have arrived while the chunks were hashed.
+        chunks. The manifest is verified again. If newer versions have arrived while the chunks were
+        hashed, `trust` may have forgotten it.
         """
         manifest = self.trust.manifest(version, frame)
         signed, _ = self.trust.manifests[version]
@@ -280,7 +279,7 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Add and announce a complete version that the learner, which is this node, has made."""
+        """Add and announce a complete version; this node is the learner that made it."""
         if len(image) != manifest.num_bytes:
             raise LocalProtocolError(
                 f"{manifest.version}: image of {len(image)} bytes, unlike its manifest"
@@ -329,11 +328,11 @@ class Broadcast:
         return self.evict(now=now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
-        """Ask the parent for the learner's newest version, unless it is known already.
+        """Ask the parent for the learner's newest version, unless this node knows it already.
 
-        The Announce of this version may be under way, or may have been lost. If the parent
-        announces no newer version for GIVE_UP_STALLS * stall_s, then it has no space for the
-        version, or its own connections are broken. The node leaves such a parent.
+        The Announce of this version may be under way, or may have been lost. The node waits
+        GIVE_UP_STALLS * stall_s for the Announce of a newer version. If none arrives, the parent
+        has no space for the version, or its own links are broken. Then the node leaves it.
         """
         held = self.newest_complete
         known = (self._store.newest_known, self.receiver.offers.newest)
@@ -373,7 +372,7 @@ class Broadcast:
         raise RemoteProtocolError(f"{type(message).__name__} does not belong to the weights plane")
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Handle the result of work done in a thread; `fault` is empty if the work succeeded.
+        """Handle the result of work done in a thread; `fault` is "" if the work succeeded.
 
         Raises:
             LocalProtocolError: if `work` does not belong to the weights plane.
@@ -393,10 +392,7 @@ class Broadcast:
         return self._pass_on(found, now)
 
     def tend(self, *, now: float) -> list[Action]:
-        """Serve the children.
-
-        This is the part of `expire` that a node without a parent needs.
-        """
+        """Serve the children: the part of `expire` that a node without a parent needs."""
         return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
@@ -412,7 +408,7 @@ class Broadcast:
     def _pass_on(
         self, found: Iterable[Action | ParentFailed], now: float
     ) -> list[Action | ParentFailed]:
-        """Return the receiver's result with each store change replaced by the sender's actions."""
+        """Replace each store change in the receiver's result by the sender's actions."""
         actions: list[Action | ParentFailed] = []
         for each in found:
             if not isinstance(each, StoreChange):

@@ -11,25 +11,25 @@ So the links need not encrypt weights: the bytes of weights travel over sockets 
 
 **Keys.** The learner draws a key for each form of each version, in memory, and keeps no list of
 keys. A key travels beside the signature of the manifest or table that commits to it
-(`SignedManifest.key`). So the key arrives inside CURVE before the first chunk that needs it, and a
-wrong key is refused before any chunk is decrypted. Versions of a resumed learner have another
+(`SignedManifest.key`). So the key arrives inside CURVE before the first chunk that needs it. A
+wrong key is refused before any chunk is decrypted. A resumed learner's versions have another
 lineage, with other names and keys.
 
 **Nonces** are the indices of chunks. A form of a version has a single content, and its key encrypts
-nothing else, so no nonce is used for two different texts.
+nothing else. So no nonce is used for two different texts.
 
 **No tag.** The learner signs the hash of the encrypted chunk. A signed hash is stronger than GCM's
-tag, because every receiver has the key of the tag. Since there is no tag, an encrypted chunk is as
-long as the plain chunk.
+tag, because every receiver has the key of the tag. Without a tag, an encrypted chunk is as long as
+the plain chunk.
 
-**At rest.** A node keeps an image decrypted: an engine reads the image, and deltas are written over
-it. If the image is on a disk, only the owner of its file can read the file. A second, encrypted
-image would cost as much memory as the model. A requested chunk is encrypted again, to the same
-bytes that the learner has signed (same key, nonce and text). Encrypted chunks that have just
-arrived or been made are kept for a while, for further children (`SentChunks`). If the memory of an
-image may change, the hash is compared before a chunk is sent: a changed text must not be encrypted
-with the nonce of the signed text. Encoded versions are kept in memory encrypted, with their tables
-and therefore with their keys.
+**At rest.** A node keeps an image decrypted, because engines read it and deltas are written over
+it. A second, encrypted image would cost as much memory as the model. If the image is on a disk,
+only the owner of its file can read the file. A requested chunk is encrypted again, with the same
+key, nonce and text, so the result is the bytes that the learner has signed. Encrypted chunks that
+have just arrived or been made are kept for a while, for further children (`SentChunks`). If an
+image's memory may change, the hash is compared before a chunk is sent. A changed text must not be
+encrypted with the nonce of the signed text. Encoded versions are kept in memory encrypted, with
+their tables and therefore with their keys.
 
 With `security.curve = false` nothing is encrypted, and hashes are of the plain chunks.
 """
@@ -53,11 +53,11 @@ _COMMITMENT = "echo-rl 2026-11 key of one form of a version"
 _BLOCK_BYTES = 16
 _NONCE_BYTES = 12
 _FIRST_COUNTER = 2
-"""GCM's counter for the first block of a text; the counter 1 is used for the tag."""
+"""GCM's counter for a text's first block; counter 1 belongs to the tag."""
 
 
 def hash_key(key: bytes) -> bytes:
-    """Return the hash of a key, which the learner signs in place of the key; b"" without a key."""
+    """Return the hash of a key, which the learner signs in the key's place; b"" without a key."""
     return blake3(key, derive_key_context=_COMMITMENT).digest() if key else b""
 
 
@@ -90,7 +90,7 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """Where a run of encrypted bytes is among the chunks of a form, and the key to decrypt it."""
+    """The place of a run of encrypted bytes among a form's chunks, and their key."""
 
     key: bytes
     chunk: int
@@ -100,7 +100,7 @@ class Encrypted:
     chunk_bytes: int
 
     def decrypt(self, data: memoryview) -> memoryview:
-        """Return the bytes of the run `data`, decrypted.
+        """Return the decrypted bytes of the run `data`.
 
         The run may begin and end anywhere in a chunk, and may span several chunks.
         """
@@ -134,7 +134,7 @@ class SentChunks:
     def get(self, key: bytes, index: int) -> Frame | None:
         """Return an encrypted chunk, or None if it is not kept.
 
-        `key` is the key of the chunk's form and so identifies the form.
+        `key` is the key of the chunk's form, and identifies this form.
         """
         return self._frames.get((key, index))
 

@@ -13,7 +13,7 @@ threads. The first byte of a coded block is its codec, the second the size of a 
 | RAW        | the bytes (and no second byte)                   | noise                    |
 
 A byte plane consists of the bytes at one position in every word. The exponents of floats have
-similar values and pack well; mantissas do not, and are stored unchanged. Bytes after the last whole
+similar values and pack well. Mantissas do not, and are stored unchanged. Bytes after the last whole
 word follow at the end.
 
 All arithmetic is on bit patterns as integers, little-endian like the image, so every value is
@@ -78,7 +78,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 def pack_streams(*streams: Bytes) -> list[bytes]:
     """Return each contiguous array as two parts: the length of its stream, then the stream.
 
-    The stream has the packed bytes of the array, or the bytes themselves if packing saves nothing.
+    The stream is the packed bytes of the array, or the plain bytes if packing saves nothing.
     """
     # A new compressor costs only 10 us, so each call makes one and threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
@@ -105,7 +105,7 @@ def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
     """Copy `data` to `out`, which has the same length, without holding the GIL.
 
     A slice assignment would hold the GIL. If `out` is a mapped file, the kernel may make the writer
-    wait, and then all threads would wait for the GIL.
+    wait. Then all threads would wait for the GIL.
     """
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
@@ -206,13 +206,11 @@ _ESCAPE = 15
 
 
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
-    """Return whether more than `limit` words differ.
+    """Return whether more than `limit` words differ; False may be an estimate.
 
-    The result True is exact; False may be an estimate.
-
-    If samples suggest that at most half of `limit` words differ, the function returns False without
-    a count. A count would take a pass over both blocks, and the caller searches for the changes
-    anyway.
+    The function returns False without a count if samples suggest that at most half of `limit` words
+    differ. A count would take a pass over both blocks. The caller then searches for the changes in
+    any case.
     """
     every = _SAMPLE_STRIDE
     if every * np.count_nonzero(old[::every] != new[::every]) <= limit // 2:
@@ -244,9 +242,8 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
 
     Differences are modulo the word's size. If few words differ, most of the time is spent on the
     search. The comparison yields a byte for each word. Eight of these bytes are read as one number,
-    and only the nonzero numbers are examined, which is twice as fast as a search for nonzero bytes.
-    The search works on pieces that fit into the caches, because reading the words from the caches
-    saves a sixth of the time.
+    and only nonzero numbers are examined. This is twice as fast as a search for nonzero bytes. The
+    search works on pieces that fit into the caches, which saves a sixth of the time.
     """
     size = max(8, min(_PIECE_BYTES // new.itemsize, -(-new.size // 8) * 8))
     differs = np.zeros(size, np.bool_)
@@ -270,7 +267,7 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
 def gather(values: npt.NDArray[Any], where: Indices) -> npt.NDArray[Any]:
     """Return the values at these indices, which must be valid.
 
-    The indices are clipped, because that is numpy's cheapest check.
+    The indices are clipped, because numpy does this check fastest.
     """
     return np.take(values, where, mode="clip")
 
@@ -356,7 +353,6 @@ def _pack_gaps(where: Indices) -> Bytes:
 
 
 def _unpack_gaps(packed: Bytes) -> Indices:
-    """Return the indices of the changes whose gaps `_pack_gaps` has packed."""
     is_change = packed != _SKIP
     steps = packed + is_change  # at most 254 + 1, which fits a byte
     steps[:1] -= 1  # no change precedes the first one
@@ -365,7 +361,7 @@ def _unpack_gaps(packed: Bytes) -> Indices:
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return a table of all 256 bytes. Each entry packs the two differences that the byte codes."""
+    """Return a table from a byte to the two differences that the byte codes."""
     byte = np.arange(256, dtype=f"<u{word_bytes}")
     nibbles = np.stack([byte & 15, byte >> 4], axis=1)
     steps = np.where(nibbles == _ESCAPE, 0, unzigzag(nibbles + 1)).astype(byte.dtype)
@@ -394,10 +390,7 @@ _Coder: TypeAlias = Callable[[Words, Words], list[bytes]]
 
 
 def block_bytes_of(chunk_bytes: int) -> int:
-    """Return the size of a block, in bytes, for chunks of this size.
-
-    A block consists of whole chunks.
-    """
+    """Return the size of a block, a whole number of chunks, in bytes."""
     return max(1, BLOCK_BYTES // chunk_bytes) * chunk_bytes
 
 
@@ -432,7 +425,7 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
 def code_block(
     base: memoryview | None, new: memoryview, block: tuple[int, int, WordBytes]
 ) -> CodedBlock:
-    """Return the coded form of one block of an image, with the hash of the bytes that it replaces.
+    """Return the coded form of one block of an image, with the hash of the replaced bytes.
 
     Args:
         base: the image of the version that the receiver holds; None to code the block alone.
@@ -446,9 +439,9 @@ def code_block(
 
 
 def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) -> CodedBlock:
-    """Return a block coded as a delta, with the hash by which a receiver checks the base block.
+    """Return a block coded as a delta, with the hash that the receiver's base must have.
 
-    For the arguments see `encode_block`.
+    The arguments are those of `encode_block`.
     """
     if len(base) != len(new):
         raise LocalProtocolError(f"a base of {len(base)} bytes for a block of {len(new)}")
@@ -468,7 +461,6 @@ def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) ->
 
 
 def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, new: Words) -> bytes:
-    """Return the hash of the bytes that a block coded with this codec replaces."""
     if codec == CHANGES:
         _, _, replaced = find_changes(old, new)
         return hash_old(replaced, old_tail)
@@ -481,7 +473,7 @@ def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
 
 
 def most_sparse(num_words: int) -> int:
-    """Return the largest number of changed words for which a block counts as sparse."""
+    """Return the largest number of changed words with which a block counts as sparse."""
     return int(SPARSE_SHARE * num_words)
 
 
@@ -536,7 +528,7 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
-    """Return the changes that a coded block makes to its base; the base is not written.
+    """Return the changes that a coded block makes to its base, without writing the base.
 
     Args:
         coded: the coded block, as `encode_delta` makes it; it may be any bytes from the network.
@@ -602,7 +594,6 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
 
 
 def _decode_difference(codec: int, reader: BlockReader, base: memoryview, out: memoryview) -> None:
-    """Apply the coded differences to the base, and write the result to `out`."""
     if codec == UNCHANGED:
         fill(out, base)
         return
@@ -635,7 +626,7 @@ def _shortest(old: Words, new: Words) -> int:
 
 
 def _samples(words: Words) -> Words:
-    """Return sample words from the whole length of a block; all words of a small block."""
+    """Return sample words from the whole block; all words of a small block."""
     if words.size <= NUM_SAMPLES * SAMPLE_WORDS:
         return words
     starts = np.linspace(0, words.size - SAMPLE_WORDS, NUM_SAMPLES, dtype=np.int64)
@@ -643,12 +634,11 @@ def _samples(words: Words) -> Words:
 
 
 def _assembled(codec: int, parts: list[bytes], word_bytes: int, tail: memoryview | bytes) -> bytes:
-    """Return a coded block: codec, word size, coded parts and tail."""
     return b"".join([bytes([codec, word_bytes]), *parts, tail])
 
 
 def _no_longer(coded: bytes, new: memoryview) -> bytes:
-    """Return the coded block, or the block coded RAW if the coded block is longer than `new`."""
+    """Return the coded block, or the block coded RAW if that is shorter."""
     return coded if len(coded) <= len(new) else b"".join([bytes([RAW]), new])
 
 
@@ -660,7 +650,6 @@ def split_words(block: memoryview, word_bytes: int) -> tuple[Words, memoryview]:
 
 
 def _word_bytes(reader: BlockReader) -> int:
-    """Return the size of a word in bytes, read from the second byte of a coded block."""
     [word_bytes] = reader.take(1)
     if word_bytes not in (1, 2, 4):
         raise RemoteProtocolError(f"a coded block with words of {word_bytes} bytes")
@@ -675,11 +664,10 @@ _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 def word_bytes_of(tensors: Sequence[TensorSpec], start: int, stop: int) -> WordBytes:
     """Return the size of word with which to code the bytes in [start, stop) of an image.
 
-    This is the size of those floats that take the largest share of the bytes.
-
-    A block may span tensors of several dtypes. It is coded with a single size of word, which
-    affects only the coded length, not the decoded content. Tensors of dtypes that are no floats
-    count as words of 1 byte. If two sizes have equal shares, the larger size is returned.
+    A block may span tensors of several dtypes, but is coded with one size of word. This is the size
+    of the floats that take the largest share of the bytes. If two sizes have equal shares, it is
+    the larger one. Tensors of dtypes that are not floats count as words of 1 byte. The size affects
+    only the coded length, not the decoded content.
 
     Args:
         tensors: places of the tensors in the image, in order of offset.

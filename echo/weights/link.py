@@ -23,25 +23,25 @@ state leaves the state unchanged.
                       --complete--> idle
 
 **Credit and backpressure.** The window limits how many bytes may be under way or wait to be
-written. Its size is 1.5 x rate x round trip + 2 chunks for each connection (a long link has
-several, `echo/net/zmq.py`). The rate is the measured rate of this link, so the window grows by half
-with each round trip until the link is full, and shrinks with the rate.
+written. Its size is 1.5 x rate x round trip + 2 chunks for each connection. A long link has several
+connections (`echo/net/zmq.py`). The rate is the measured rate of this link. So the window grows by
+half with each round trip until the link is full, and shrinks with the rate.
 
 **Timeout.** The parent is silent when the node awaits a message and neither a chunk nor a Waiting
-has arrived for `patience_s`. `patience_s` is the longest of these times: four round trips, four
-chunks at the measured rate, and three times the longest gap between two recent chunks (if many
-children share an uplink, each of them sees such gaps). If there is a spare parent, the node leaves
-its parent at the first silence. Without a spare parent the node repeats its request once, and
-leaves the parent at the second silence. These rules change or bound `patience_s`:
+has arrived for `patience_s`. `patience_s` is the longest of three times: four round trips, four
+chunks at the measured rate, and three times the longest gap between two recent chunks. Such gaps
+occur if many children share an uplink. If there is a spare parent, the node leaves its parent at
+the first silence. Without a spare parent the node repeats its request once, and leaves the parent
+at the second silence. These rules change or bound `patience_s`:
 
 * At least MIN_PATIENCE_S with a spare parent.
 * At least the configured time without a spare parent. The same limit holds for the first chunk
   after a request, because all children request this chunk at the same time.
 * The configured time while the rate of the link is unknown. This time doubles with each parent that
-  the node leaves because of a silence; otherwise a slow link would never deliver a chunk.
+  the node leaves because of a silence. Otherwise a slow link would never deliver a chunk.
 * A parent that itself waits for the item announces when it will send its next Waiting. This Waiting
   may arrive up to PROMISE_GRACE_S later.
-* No limit while a chunk of the link is being written: if the disk is slower than the link, the
+* No limit while a chunk of the link is being written. If the disk is slower than the link, the
   parent has no credit and cannot send.
 """
 
@@ -84,7 +84,7 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
 
 
 class LinkState(StrEnum):
-    """The state of a link: which messages the node awaits from its parent."""
+    """The state of a link: what the node awaits from its parent."""
 
     ALONE = "alone"
     """The node has no parent."""
@@ -131,7 +131,7 @@ class LinkEvent(StrEnum):
 
 
 def _row(state: LinkState, moves: dict[LinkEvent, LinkState]) -> dict[LinkEvent, LinkState]:
-    """Return the next state for each event; events not in `moves` leave the state unchanged."""
+    """Return the next state for each event; other events leave the state unchanged."""
     return {event: moves.get(event, state) for event in LinkEvent}
 
 
@@ -189,8 +189,7 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
-"""A parent that itself waits for the item may send its next Waiting this many seconds later than it
-announced."""
+"""A parent that waits for the item may send its next Waiting this many seconds late."""
 MAX_PROMISE_S = 2.0
 """Longest time, in seconds, that a parent may announce until its next Waiting. If a parent
 announces a longer time, the node counts only this time."""
@@ -263,7 +262,7 @@ class ParentLink:
         return self.state in _AWAITS_CHUNKS
 
     def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
-        """Make `peer`, which has answered, the parent; if it is None, have no parent."""
+        """Make `peer`, which has answered, the parent; None for no parent."""
         self._move(LinkEvent.DISCONNECT)
         if peer is not None:
             self._move(LinkEvent.CONNECT)
@@ -286,10 +285,9 @@ class ParentLink:
         self._move(LinkEvent.MESSAGE)
 
     def fetch(self, *, now: float) -> int:
-        """Note that this node sends Fetch, and return the bytes of credit that the Fetch gives.
+        """Note that this node sends Fetch, and return the credit that the Fetch gives.
 
-        The credit is the window minus the bytes that are still being written, of this or another
-        item.
+        The credit is the window minus the bytes of any item that are still being written.
         """
         self._move(LinkEvent.FETCH)
         self.window = self.window or self.first_window_bytes
@@ -307,7 +305,7 @@ class ParentLink:
 
     @property
     def can_bring(self) -> bool:
-        """Whether the node awaits chunks, and the parent has enough credit to send chunks."""
+        """Whether the node awaits chunks, and the parent has enough credit to send them."""
         return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
     def received(self, num_bytes: int, *, now: float) -> None:
@@ -348,7 +346,7 @@ class ParentLink:
         self.progress_at, self.promised_s = now, 0.0
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits for the item, and sends another Waiting within `again_s`."""
+        """Note that the parent waits for the item, and sends the next Waiting within `again_s`."""
         self._move(LinkEvent.WAITS)
         self.progress_at = now
         self.promised_s = min(again_s, MAX_PROMISE_S)  # a longer time is not accepted
@@ -360,7 +358,7 @@ class ParentLink:
         self.rate.pause()
 
     def silence(self, *, now: float) -> bool:
-        """Note that the parent was silent for too long; return whether to leave the parent."""
+        """Note that the parent was silent for too long; return whether to leave it."""
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
         is_left = TABLE[self.state][event] is LinkState.ALONE
         if is_left:
@@ -392,8 +390,7 @@ class ParentLink:
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
         """Return for how many seconds the parent has been silent.
 
-        If the node has repeated its request because of a silence, the time of this silence is
-        included.
+        If the node has repeated its request because of a silence, that silence is included.
         """
         was_asked_again = self.state in _ASKED_AGAIN
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again

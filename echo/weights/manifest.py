@@ -3,17 +3,17 @@
 A version is one byte image: all its tensors one after the other. The image is divided into chunks
 of equal size (the last may be shorter). The manifest lists the tensors and the BLAKE3 hash of each
 chunk. The hash of the manifest is the **root**, which the learner signs. So a single signature
-covers every byte, a relay verifies each chunk before it forwards the chunk, and a chunk that was
+covers every byte. A relay verifies each chunk before it forwards the chunk. A chunk that was
 damaged on the way stops at the first node that receives it. If chunks travel encrypted
 (`cipher.py`), the manifest also has the hashes of the encrypted chunks.
 
 A version may also travel as an **encoded version**: a delta against a version that the receiver
-holds, or a keyframe, in segments whose tables are signed one by one (`encoded.py`). There are two
-kinds of table. A table of the first kind has the hashes of the decoded image chunks, and the last
-such table contains the manifest. A table of the second kind has the hashes of those words in the
-base that the segment replaces. The replaced words and the signed changes determine every decoded
-byte, so such a delta can be sent before its image has been hashed. The learner hashes the image
-later, during training, and then sends the manifest as the version's **seal**.
+holds, or a keyframe. It consists of segments whose tables are signed one by one (`encoded.py`).
+There are two kinds of table. A table of the first kind has the hashes of the decoded image chunks,
+and the last such table contains the manifest. A table of the second kind has the hashes of the
+words in the base that the segment replaces. The replaced words and the signed changes determine
+every decoded byte. So such a delta can be sent before its image has been hashed. The learner hashes
+the image later, during training, and then sends the manifest as the version's **seal**.
 
 Sizes come from the network, and are checked against each other before memory is allocated.
 """
@@ -97,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.chunk_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def sent_hash(self, index: int) -> bytes:
-        """Return the hash that chunk `index` must have as it is sent, encrypted or not."""
+        """Return the hash of chunk `index` as it is sent, encrypted or not."""
         hashes = self.sent_hashes or self.chunk_hashes
         return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
@@ -119,7 +119,7 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def root(self) -> bytes:
-        """The hash of the signed bytes; if they are a manifest, it is the root of the version."""
+        """The hash of the signed bytes; for a manifest, the root of the version."""
         return blake3(self.body).digest()
 
 
@@ -128,7 +128,7 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 
 
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
-    """Return a manifest of `version` that has no hashes, and the same layout as `manifest`."""
+    """Return a manifest of `version` with the layout of `manifest`, but without hashes."""
     return msgspec.structs.replace(
         manifest, version=version, chunk_hashes=b"", sent_hashes=b"", key_hash=b""
     )
@@ -145,7 +145,7 @@ class ChunkHashes(NamedTuple):
 def hash_chunks(
     image: bytes | bytearray | memoryview, chunk_bytes: int, chunks: range, key: bytes = b""
 ) -> ChunkHashes:
-    """Return the hashes of some chunks of an image, both as plain and as encrypted chunks.
+    """Return the hashes of some chunks of an image, both plain and encrypted.
 
     Args:
         image: the bytes of the image.
@@ -166,7 +166,7 @@ def hash_chunks(
 
 
 def hash_image(image: bytes | bytearray | memoryview, chunk_bytes: int) -> bytes:
-    """Return the hash of an image: the hash over the hashes of its plain chunks, in order."""
+    """Return the hash of an image: the hash over the hashes of its plain chunks."""
     chunks = range(-(-len(image) // chunk_bytes))
     return blake3(hash_chunks(image, chunk_bytes, chunks).plain).digest()
 
@@ -287,11 +287,6 @@ def verify(
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Check that the numbers in a manifest do not contradict each other.
-
-    Raises:
-        RemoteProtocolError: if two numbers contradict each other.
-    """
     where = f"manifest of {manifest.version}"
     if not MIN_CHUNK_BYTES <= manifest.chunk_bytes <= MAX_CHUNK_BYTES:
         raise RemoteProtocolError(
@@ -378,7 +373,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the table has hashes of the replaced bytes, instead of the decoded image."""
+        """Whether the table hashes the replaced bytes, instead of the decoded image."""
         return bool(self.old_hashes)
 
     @property
@@ -388,7 +383,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """The values of the fields that must be the same in all segments of an encoded version."""
+        """The fields that must be the same in all segments of an encoded version."""
         return (
             self.run_id, self.version, self.base, self.image_bytes, self.image_chunk_bytes,
             self.block_bytes, self.chunk_bytes, self.is_on_base, self.key_hash,
@@ -450,7 +445,7 @@ _table_decoder = msgspec.msgpack.Decoder(SegmentTable)
 
 
 def decode_table(body: bytes) -> SegmentTable:
-    """Return the table in a signed encoding; the numbers in it are not checked.
+    """Return the table in a signed encoding, without checking its numbers.
 
     Raises:
         RemoteProtocolError: if the encoding is malformed.

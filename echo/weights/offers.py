@@ -1,7 +1,7 @@
 """Offers: the items that the parent has announced, and which of them to fetch next.
 
 A node takes the path with the fewest bytes to the newest version, one item after the other. Chunks
-of an item that the node already holds cost nothing.
+that the node already holds cost nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Offers:
     def replace(self, message: Announce, manifest: Manifest | None) -> None:
         """Replace all offers by the offers in an Announce.
 
-        `manifest` is the verified manifest that the Announce contains; None if it contains none.
+        `manifest` is the verified manifest in the Announce; None if it contains none.
         """
         offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
         if manifest is not None:
@@ -57,11 +57,11 @@ class Offers:
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
-        """Return whether this node has refused an item, so that it never fetches the item again."""
+        """Return whether this node has refused an item, so that it is never fetched again."""
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:
-        """Remember never to fetch this item again, because it was unusable on this node."""
+        """Never fetch this item again, because it was unusable on this node."""
         self._refused[item] = None
         while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
@@ -102,8 +102,8 @@ class Offers:
     def _useful(self) -> dict[ItemId, int]:
         """Return the number of missing bytes of each item that is newer than all held versions.
 
-        Older items would lead back to versions that this node has already replaced. Refused items
-        are left out.
+        An older item would lead back to a version that this node has already replaced. Refused
+        items are left out.
         """
         newest = self.store.newest_complete
         offers = {}
@@ -116,7 +116,7 @@ class Offers:
         return offers
 
     def _may_preempt(self, current: ItemId, direct: FetchPath, onward: FetchPath | None) -> bool:
-        """Return whether to abandon the present fetch and fetch the newest version directly.
+        """Return whether to abandon the present fetch for the newest version.
 
         Args:
             current: the item that is being fetched.

@@ -1,11 +1,11 @@
 """The parents of a node: it follows the plan, falls back, quarantines and returns.
 
-The plan names parents in order of preference. A node uses one connection at a time. A **spare**
-connection to the next parent of the list may be dialled and greeted, and stays idle. When the
-connection in use is lost, does not answer or does not deliver, the spare connection takes its place
-at once, even while another parent is being dialled. Without a spare connection the node dials the
-next parent of the list, and after the last parent the first one again. The connection in use is
-kept until its replacement has answered, so a new plan never breaks a transfer.
+The plan names parents in order of preference. A node uses one connection at a time. It may also
+have a **spare** connection to the next parent of the list. The spare connection is dialled and
+greeted, and stays idle. It takes over at once when the connection in use is lost, does not answer
+or does not deliver, even while another parent is being dialled. Without a spare connection the node
+dials the next parent of the list, and after the last parent the first one again. The connection in
+use is kept until its replacement has answered. So a new plan never breaks a transfer.
 
 While a node uses another parent than the plan prefers, the learner repeats the plan. When a
 repeated plan arrives, the node tries the failed parent again, but not before `retry_preferred_s`
@@ -13,11 +13,11 @@ has passed. This time doubles with each failure. Otherwise a node could alternat
 two parents that both lack the item. A parent that sent chunks with wrong hashes is **quarantined**:
 it is not dialled for QUARANTINE_S, unless it is the learner.
 
-If no parent of the plan serves a node, the node uses its **last resort**: it dials the addresses at
-which the learner may be, and fetches weights from a process that answers there only if this process
-is the learner. A plan may lack these addresses, because a learner that listens on a wildcard
-address does not know its own address, and because a relay may have changed the plan. If the last
-resort fails as well, a quarantine ends after ALONE_S, because no other parent is left.
+If no parent of the plan serves a node, the node uses its **last resort**. It dials the addresses at
+which the learner may be. It fetches weights only if the process that answers is the learner. A plan
+may lack these addresses for two reasons. A learner that listens on a wildcard address does not know
+its own address, and a relay may have changed the plan. If the last resort fails as well, a
+quarantine ends after ALONE_S, because no other parent remains.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Connection:
 
 
 class Parents:
-    """The parents of a node: the parent in use, the one being dialled, and the spare parent."""
+    """A node's parents: the parent in use, the one being dialled, and the spare."""
 
     def __init__(
         self, broadcast: Broadcast, *, addresses: Sequence[str] = (), retry_s: float
     ) -> None:
-        """Start with no plan; `addresses` are addresses at which the learner may be reached."""
+        """Start with no plan; `addresses` are those at which the learner may be."""
         self.receiver = broadcast.receiver
         self._broadcast = broadcast
         self._addresses = addresses
@@ -118,7 +118,7 @@ class Parents:
 
     @property
     def connections(self) -> list[Connection]:
-        """The connections to the parent in use, to the one being dialled and to the spare."""
+        """The connections to the parent in use, the one being dialled and the spare."""
         return [
             connection
             for connection in (self.current, self.next, self.spare)
@@ -128,7 +128,7 @@ class Parents:
     # --- the plan --------------------------------------------------------------------------------
 
     def new_learner(self) -> None:
-        """Note that the learner has restarted, and so numbers its plans from the start again."""
+        """Note that the learner has restarted, so its plans are numbered from the start again."""
         self._epoch = -1
 
     def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
@@ -156,7 +156,7 @@ class Parents:
         return self._follow(now)
 
     def _rest(self, now: float) -> list[Action]:
-        """Leave all parents, since the plan has no parents; keep held chunks for the next plan."""
+        """Leave all parents, but keep held chunks, because the plan has no parents."""
         peers = [connection.peer for connection in self.connections if connection.peer]
         self.current = self.next = self.spare = None
         self._follow_at = self._spare_at = self._failed_at = None
@@ -169,15 +169,15 @@ class Parents:
     def _hops(self) -> list[tuple[str, str]]:
         """The (node id, address) pairs to dial, in order.
 
-        First the parents of the plan, then the learner's other addresses as the last resort, then
-        the parents of the plan again, with a shorter quarantine.
+        First come the parents of the plan, and then the learner's other addresses as the last
+        resort. Then the parents of the plan come again, with a shorter quarantine.
         """
         planned = {address for _, address in self._parents}
         others = [each for each in self.learner_addresses if each not in planned]
         return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
 
     def _address(self, index: int, now: float) -> str:
-        """Return the address at which to dial a hop; empty if it must not be dialled now."""
+        """Return the address at which to dial a hop; "" if it must not be dialled now."""
         hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)
@@ -195,7 +195,7 @@ class Parents:
         return "" if is_anothers else address
 
     def _follow(self, now: float) -> list[Action]:
-        """Dial the parent that is next in order, unless it is already the parent in use."""
+        """Dial the parent that is next in order, unless it is already in use."""
         self._follow_at = None
         actions: list[Action] = []
         if self.next is not None:
@@ -214,7 +214,7 @@ class Parents:
         return actions
 
     def _keep_spare(self, now: float) -> list[Action]:
-        """Keep a spare connection to the next parent of the plan, and no other spare."""
+        """Keep a spare connection to the plan's next parent, and no other spare."""
         self._spare_at = None
         wanted, address = "", ""
         for index in range(self._index + 1, len(self._parents)):
@@ -237,7 +237,7 @@ class Parents:
     # --- connections -----------------------------------------------------------------------------
 
     def dialled(self, address: str, peer: str) -> None:
-        """Note that `peer` is the link that was made by dialling `address`."""
+        """Note that dialling `address` made the link `peer`."""
         for connection in self.connections:
             if connection.address == address and not connection.peer:
                 connection.peer = peer
@@ -259,7 +259,7 @@ class Parents:
         return self.fail(connection, failure.reason, now=now, is_corrupt=failure.is_corrupt)
 
     def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
-        """Fetch weights from a parent that has answered, or keep it as the spare parent."""
+        """Fetch weights from a parent that has answered, or keep it as the spare."""
         connection = next((each for each in self.connections if each.peer == peer), None)
         if connection is None or connection.node_id:
             return []
@@ -326,7 +326,7 @@ class Parents:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` should be called next; None if it need not be called."""
+        """The time at which `expire` must be called next; None if it need not be called."""
         spare_at = (
             None if self.current is None else self._spare_at
         )  # no spare without a parent in use
@@ -337,7 +337,7 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Leave a parent that does not answer; when it is time, dial again or replace the spare."""
+        """Leave a parent that does not answer; dial again, or replace the spare, if that is due."""
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S

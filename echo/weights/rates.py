@@ -3,17 +3,17 @@
 A rate is bytes per *busy* time, in which requested bytes were under way. A link is busy between the
 arrivals of two chunks of the same burst. It is not busy before the first chunk, and not while the
 other side has nothing to send (`pause`). So the first chunk after a pause only starts a measurement
-and is not counted, and a burst of a single chunk measures nothing.
+and is not counted. A burst of a single chunk measures nothing.
 
 * A receiver measures each link, and sizes its window by the rate. It adds chunks as they arrive,
   and pauses when all requested chunks have arrived or the parent sends Waiting.
 * A sender measures its **uplink** to all children together. It adds bytes as they are acknowledged,
-  and pauses when no child fetches. While all held chunks have been sent to the children, or while
-  there is only one child, the uplink may be faster than the children receive. A sample that
-  consists mostly of such time shows only a lower bound of the uplink's rate. A sample in which the
-  uplink was the limit may still be low, because TCP lost time. So the estimate falls only after
-  LOWER_SAMPLES low samples in a row, and then to the highest of these samples. Otherwise the plan
-  would oscillate.
+  and pauses when no child fetches. The uplink may be faster than the children receive in two cases:
+  while all held chunks have been sent, and while there is only one child. A sample that consists
+  mostly of such time shows only a lower bound of the uplink's rate. A sample in which the uplink
+  was the limit may still be low, because TCP lost time. So the estimate falls only after
+  LOWER_SAMPLES low samples in a row, and then to the highest of them. Otherwise the plan would
+  oscillate.
 * The rate of a receiver's **downlink** cannot be inferred from the rate at which it receives,
   because its parents are usually slower. `topology/sites.py` decides when the downlink is a limit.
 
@@ -35,18 +35,24 @@ SAMPLE_CHUNKS = 4
 """Smallest number of chunks of a sample. With fewer chunks rounding would dominate the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Least busy time, in seconds, of a sample of an uplink's rate. The first value applies to a sample
-with at least UPLINK_SAMPLE_ACKS acknowledgements, the second value to a sample with fewer."""
+"""Least busy time, in seconds, of a sample of an uplink's rate.
+
+The first value applies to a sample with at least UPLINK_SAMPLE_ACKS acknowledgements, the second
+value to a sample with fewer.
+"""
 
 UPLINK_SAMPLE_ACKS = 128
-"""A sample of an uplink may be short if it has at least this many acknowledgements. Children
-acknowledge several chunks at once, at different times. So in a short sample with fewer
-acknowledgements chance dominates the rate, and the highest sample is far too high."""
+"""Number of acknowledgements from which on a sample of an uplink may be short.
+
+Children acknowledge several chunks at once, at different times. So in a short sample with few
+acknowledgements chance dominates the rate, and the highest sample is far too high.
+"""
 
 IDLE_SHARE = 0.25
-"""The uplink does not limit some children, and `UplinkEstimate.wait` notes their share. If the mean
-of this share over the time of a sample is at most IDLE_SHARE, the sample counts as limited by the
-uplink."""
+"""Largest mean share of children not limited by the uplink, in a sample that the uplink limits.
+
+`UplinkEstimate.wait` notes this share. Its mean is over the time of the sample.
+"""
 
 LOWER_SAMPLES = 4
 """Number of lower samples in a row, all limited by the uplink, after which the estimate falls."""
@@ -63,7 +69,10 @@ MOST_BYTES_PER_S = 1e12
 
 
 class RateEstimate:
-    """An estimate of a link's rate, in bytes per busy second. Older samples have less weight."""
+    """An estimate of a link's rate, in bytes per busy second.
+
+    Older samples have less weight.
+    """
 
     def __init__(self) -> None:
         """Start with no samples and no estimate."""
@@ -115,11 +124,11 @@ class RateEstimate:
         self._last_at = None
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the shortest busy time that a sample of `num_chunks` must have, in seconds."""
+        """Return the shortest busy time of a sample of `num_chunks`, in seconds."""
         return SAMPLE_S
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample of `busy_s` seconds, in bytes per second."""
+        """Return the estimate after a sample of `busy_s` seconds."""
         return sample if rate is None else _towards(sample, rate, busy_s / RATE_WINDOW_S)
 
 
@@ -150,11 +159,9 @@ class UplinkEstimate(RateEstimate):
         self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the shortest busy time, in seconds, of a sample of this many acknowledgements."""
         return UPLINK_SAMPLE_S[num_chunks < UPLINK_SAMPLE_ACKS]
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample of `busy_s` seconds, in bytes per second."""
         idle_share, self._waited_s = self._waited_s / busy_s, 0.0
         was_limit = idle_share <= IDLE_SHARE
         self.is_measured |= was_limit
@@ -173,10 +180,7 @@ class UplinkEstimate(RateEstimate):
 
 
 def _towards(sample: float, rate: float, age: float) -> float:
-    """Return a weighted average of a sample and an older rate.
-
-    The weight of `rate` is exp(-age).
-    """
+    """Return an average of a sample and an older rate, which has the weight exp(-age)."""
     return rate + (1 - math.exp(-age)) * (sample - rate)
 
 
@@ -257,9 +261,8 @@ class UplinkProbe:
     def acknowledged(self, peer: str, *, now: float) -> list[Action]:
         """Raise the estimate when `peer` acknowledges a probe.
 
-        If the acknowledgement came fast, send a larger probe.
-
-        An acknowledgement that is not awaited is ignored.
+        If the acknowledgement came fast, send a larger probe. Ignore an acknowledgement that is not
+        awaited.
         """
         if self._awaited is None or self._awaited[0] != peer:
             return []

@@ -1,9 +1,9 @@
 """The receiver: fetches an item from the parent, verifies and writes its chunks, and retries.
 
 `broadcast.py` has the rules of the weights plane. The child's half of this plane is one `Receiver`.
-It has `Offers`, which choose the item to fetch, a `ParentLink`, over which the item arrives,
-`Requests` for its missing chunks, a `Watchdog` over the parent, and an `Audit` of images that
-deltas have made. A chunk passes these steps:
+It has five parts. `Offers` choose the item to fetch. The item arrives over a `ParentLink`.
+`Requests` ask for its missing chunks. A `Watchdog` watches the parent. An `Audit` checks images
+that deltas have made. A chunk passes these steps:
 
     Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
@@ -11,20 +11,19 @@ Chunks that arrive in one message are verified one by one, and then held, forwar
 together. If each chunk were handled alone, the Python code for a chunk would cost half as much time
 as hashing the chunk.
 
-**Writing.** A write to a version store may take long (if the store is a mapped file, the kernel
-makes writers wait when the disk is behind). Such a write runs in a thread, and the loop continues.
-A write to memory is done at once, because a thread costs more than the copy. Chunks of encoded
+**Writing.** A write to a version store may take long: if the store is a mapped file, the kernel
+makes writers wait when the disk is behind. Such a write runs in a thread, and the loop continues. A
+write to memory is done at once, because a thread costs more than the copy. Chunks of encoded
 versions are always in memory.
 
-* *Backpressure.* Credit is given for written chunks, so the window of the link bounds the memory of
+* *Backpressure.* Credit is given for written chunks. So the window of the link bounds the memory of
   unwritten chunks, and a slow disk throttles the parent. A parent that far exceeds its credit is
   dropped.
-* *Order.* Writes may end in any order. A chunk that is being written is not missing (it is not
-  requested again, and a second copy is discarded), and not held (it is not served).
+* *Order.* Writes may end in any order. A chunk that is being written is not missing: it is not
+  requested again, and a second copy is discarded. It is not held either: it is not served.
 * *Eviction meanwhile.* Bytes are verified before they are written, so a late write is correct. The
-  work keeps a reference to the image's memory, which therefore is not reused for another version.
-  If the item was dropped meanwhile, the result of the write is ignored, except that its credit is
-  free again.
+  work keeps a reference to the image's memory. So this memory is not reused for another version. If
+  the item was dropped meanwhile, the result of the write is ignored. Only its credit is free again.
 * *Silence.* While a chunk is being written the parent is not silent, and time without credit does
   not count for the rate of the link.
 * *A failed write.* If the disk refuses a write, the receiver acts as if the disk were full.
@@ -36,9 +35,9 @@ EARLY_BYTES.
 **Damage.** If the audit finds damaged memory, every version in it is dropped, and the newest
 version is fetched as a whole image.
 
-**Out of space.** The held versions are kept, and the fetch is tried again: soon after this node has
-dropped an image, and otherwise with a backoff, because there is no event when another process frees
-space. The operator gets one warning, at the first failure.
+**Out of space.** The held versions are kept, and the fetch is tried again. It is tried soon after
+this node has dropped an image. Otherwise it is tried with a backoff, because no event tells when
+another process frees space. The operator gets one warning, at the first failure.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class SpaceRetry:
     def lack(self, error: StorageError, *, now: float) -> list[Action]:
         """Note that there was no space; look again after a pause, which doubles each time.
 
-        Return a warning for the operator if this is the first failure.
+        If this is the first failure, return a warning for the operator.
         """
         self.retry_at = now + self._pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
@@ -143,7 +142,7 @@ class SpaceRetry:
         return [Note("warning", text)]
 
     def released(self, *, now: float) -> None:
-        """Note that an image was dropped; if an item lacks space, look again soon."""
+        """Note that an image was dropped; look again soon if an item lacks space."""
         if self.retry_at is not None:
             self.retry_at = min(self.retry_at, now + RELEASE_PAUSE_S)
 
@@ -173,7 +172,7 @@ class Receiver:
     ) -> None:
         """Start with no parent and nothing to fetch.
 
-        `store` is shared with the parent's half of this node. For the other arguments see
+        `store` is shared with the parent's half of this node. The other arguments are those of
         `Broadcast`.
         """
         self.store = store
@@ -274,7 +273,6 @@ class Receiver:
         return actions
 
     def _seal(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Add the learner's manifest to an image that deltas have made on this node."""
         image = self.store.images.get(version)
         if image is None or image.signed is not None or version not in self.trust.manifests:
             return []
@@ -315,14 +313,14 @@ class Receiver:
     # --- what to fetch ---------------------------------------------------------------------------
 
     def _consider(self, now: float) -> list[Action]:
-        """Start to fetch the next item on the path to the newest version, or continue."""
+        """Start or continue to fetch the next item on the path to the newest version."""
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
             return [] if self.link.awaits_chunks else self._request(now)
         return [*self.begin(step, now), EvictionDue()]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
-        """Start to fetch an item; chunks of it that are held are kept."""
+        """Start to fetch an item; its held chunks are kept."""
         version, form = item_id
         self.end()
         self.rate.pause()
@@ -423,9 +421,9 @@ class Receiver:
         return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Seal a complete version, and return work to open the deltas coded against this version.
+        """Seal a complete version, and return work to open the deltas against this version.
 
-        To seal a version is to add its manifest, which happens only if the manifest has arrived.
+        To seal a version is to add its manifest, if the manifest has arrived.
         """
         return [*self._seal(version, now), *self.store.decodable_on(version)]
 
@@ -472,7 +470,7 @@ class Receiver:
     def take(
         self, peer: str, message: Chunk, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Start to write chunks that the parent has sent; chunks of other peers are ignored.
+        """Start to write chunks that the parent has sent; ignore chunks of other peers.
 
         Raises:
             RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.
@@ -533,7 +531,6 @@ class Receiver:
     def _written(
         self, done: list[tuple[WriteChunk, str]], now: float
     ) -> list[Action | ParentFailed]:
-        """Handle the results of writing chunks that arrived in one message."""
         first, _ = done[0]
         item_id, item = first.item_id, first.item
         is_parent = first.peer == self.link.peer  # otherwise that parent was left meanwhile
@@ -589,10 +586,7 @@ class Receiver:
         return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Drop an item that the disk refuses to write.
-
-        The item is tried again later, as if the disk were full.
-        """
+        """Drop an item that the disk refuses to write, and try it again later."""
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
@@ -607,10 +601,10 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` should be called next; None if it need not be called.
+        """The time at which `expire` must be called next; None if it need not be called.
 
-        At this time the parent has been silent for too long, an item that lacked space is tried
-        again, or the audit continues.
+        Then the parent has been silent for too long, an item that lacked space is tried again, or
+        the audit continues.
         """
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
@@ -635,7 +629,7 @@ class Receiver:
 def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> None:
     """Check that a Chunk message is right for an item that has `num_chunks` chunks.
 
-    If `num_chunks` is None, the number is not final yet, and an index of any size is accepted.
+    If `num_chunks` is None, the number is not final yet, and every index is accepted.
 
     Raises:
         RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.

@@ -13,16 +13,19 @@ from echo.wire.messages import Credit, Fetch, ItemId, Message, Subscribe
 
 
 class Requests:
-    """Makes a node's messages to its parent. The link decides how much credit a message gives."""
+    """Makes a node's messages to its parent; the link decides how much credit a message gives."""
 
     def __init__(self, link: ParentLink, store: ItemStore, *, node_id: str) -> None:
-        """Request, over the `Receiver`'s link, the chunks that the `Receiver`'s store lacks."""
+        """Request the chunks that the store lacks.
+
+        `link` and `store` are those of the `Receiver`.
+        """
         self._link, self._store, self._node_id = link, store, node_id
 
     def subscribe(self, *, now: float) -> list[Action]:
         """Ask the parent for an Announce.
 
-        A node does so when it has a new parent, and when an Announce may have been lost.
+        Needed when a node has a new parent, and when an Announce may have been lost.
         """
         if self._link.peer is None:
             return []
@@ -73,7 +76,6 @@ class Requests:
 def _fetch(
     item_id: ItemId, item: Chunked, ranges: tuple[tuple[int, int], ...], credit_bytes: int
 ) -> Fetch:
-    """Return the request for the first MAX_RANGES ranges of an item's missing chunks."""
     version, form = item_id
     return Fetch(
         version=version,

@@ -4,7 +4,7 @@
 broadcast of a version. It is counted from the last publication, and is at most S + 1, where S is
 the staleness bound in force. So two versions are never more than S + 1 steps apart, even if period
 and bound change in between. If they were further apart, learner and workers would wait for each
-other forever: the learner publishes the next version only after a certain step, and the workers'
+other forever. The learner publishes the next version only after a certain step. The workers'
 version would be too old to sample for this step.
 
 **Path.** A version can be fetched as its full image, as a keyframe (packed, without a base), or as
@@ -13,15 +13,15 @@ with the fewest bytes. If several paths have the same number of bytes, it takes 
 fewest steps, because each step costs a pass over the whole image.
 
 **Forms.** A small version is published only as its image, and so is every version if codec =
-"full". For any other version the learner makes a delta against its last published version, offers
-the image after the first segment of the delta, and makes a keyframe from time to time. Sizes
+"full". For any other version the learner first makes a delta against its last published version. It
+offers the image after the first segment of the delta. It makes a keyframe from time to time. Sizes
 measured in this run decide on the forms. The aim is that a node has to fetch few bytes.
 
 * A node without any version fetches a **keyframe**, and then the deltas made since. A new keyframe
-  is due when that path costs KEYFRAME_MARGIN more than a new keyframe would, or has more than
-  MAX_STEPS encoded versions. Each encoded version costs a pass over the image. At lr 1e-6 a bf16
-  delta is 1/116 and a keyframe 2/3 of the image: the number of steps decides, so there is one
-  keyframe in 16 versions. At 5e-6 (1/37) there is one in 7. The first version always gets a
+  is due in two cases: if this path costs KEYFRAME_MARGIN more than a new keyframe would, or if it
+  has more than MAX_STEPS encoded versions. Each encoded version costs a pass over the image. At lr
+  1e-6 a bf16 delta is 1/116 and a keyframe 2/3 of the image: the number of steps decides, so there
+  is one keyframe in 16 versions. At 5e-6 (1/37) there is one in 7. The first version always gets a
   keyframe, unless keyframes are hardly smaller than the image.
 * A **delta** is made only if it is clearly shorter than a form without a base. If the last delta
   was larger than DELTA_SHARE of a keyframe (or image), the next version has no delta. A delta is
@@ -73,7 +73,7 @@ class PublishPace:
         once."""
 
     def limit(self, max_staleness: int) -> None:
-        """Set another bound on staleness, S; the period becomes at most S + 1.
+        """Set another staleness bound S; the period becomes at most S + 1.
 
         If a bound shortens an adapted period, the period grows again only with the next
         measurement.
@@ -90,7 +90,7 @@ class PublishPace:
     def is_overdue(self, step: int) -> bool:
         """Return whether no published version is recent enough to sample for the next step.
 
-        As long as a published version is recent enough, a publication that is due may be postponed.
+        Otherwise a publication that is due may be postponed.
         """
         last = self._published_step
         return last is None or step - last > self._max_staleness
@@ -104,7 +104,7 @@ class PublishPace:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether there is a published version that has not reached every node yet."""
+        """Whether a published version has not reached every node yet."""
         return bool(self._published_at)
 
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
@@ -120,8 +120,8 @@ class PublishPace:
     ) -> bool:
         """Note the newest version of each node; return whether a broadcast has reached all nodes.
 
-        `installed` has None for a node without a version. `train_s` is the time of a training step,
-        by which the period is adapted; None if this time is unknown.
+        `installed` has None for a node without a version. `train_s` is the time of a training step.
+        It adapts the period. It is None if this time is unknown.
         """
         slowest = min((v for v in installed if v is not None), default=None)
         if slowest is None or None in installed:
@@ -150,7 +150,7 @@ class PublishPace:
 
 
 class FetchPath(NamedTuple):
-    """The items that a node must fetch, one after the other, to hold a version."""
+    """The items that a node must fetch in order, to hold a version."""
 
     num_bytes: int
     num_steps: int
@@ -160,12 +160,12 @@ class FetchPath(NamedTuple):
 def cheapest_paths(
     held: Collection[PolicyVersion], offers: Mapping[ItemId, int]
 ) -> dict[PolicyVersion, FetchPath]:
-    """Return, for each version that can be reached, the cheapest path to it.
+    """Return the cheapest path to each version that can be reached.
 
-    Of two paths the one with fewer bytes is cheaper. If both have the same number of bytes, the
-    path with fewer steps is cheaper; if also the steps are equal, the path that was offered first.
-    A delta leads to a newer version than its base, so one pass over the deltas, oldest first, finds
-    all paths.
+    Of two paths the one with fewer bytes is cheaper. If the bytes are equal, the path with fewer
+    steps is cheaper. If the steps are equal too, the path that was offered first wins. A delta
+    leads to a newer version than its base, so one pass over the deltas, oldest first, finds all
+    paths.
 
     Args:
         held: versions whose image the node has; the paths to them are empty.
@@ -188,14 +188,19 @@ def cheapest_paths(
 # --- full image, keyframe or delta ----------------------------------------------------------------
 
 MIN_IMAGE_BYTES = 4 << 20
-"""Smallest image, in bytes, whose version is encoded. A smaller image fits into one window, so its
-version is sent only as the image, unless codec = "delta"."""
+"""Smallest image, in bytes, whose version is encoded, unless codec = "delta".
+
+A smaller image fits into one window, so its version is sent only as the image.
+"""
 HOPELESS_SHARE = 0.9
 """An encoded version is abandoned if the ratio of coded to image bytes in its first segment is
-above this limit."""
+above this limit.
+"""
 KEYFRAME_MARGIN = 0.25
-"""A new keyframe is due when the last keyframe and the deltas after it together exceed the size of
-a new keyframe by more than this share."""
+"""A new keyframe is due if the present path exceeds its size by more than this share.
+
+The present path is the last keyframe and the deltas after it.
+"""
 MAX_STEPS = 16
 """Largest number of encoded versions on the path to the newest version."""
 DELTA_SHARE = 0.8
@@ -203,8 +208,10 @@ DELTA_SHARE = 0.8
 RETRY_AFTER = 8
 """Number of versions without a delta after which a delta is tried again."""
 KEYFRAME_SHARE = 2 / 3
-"""Ratio of keyframe to image bytes that is assumed before a measurement: the ratio for byte planes
-of bf16 weights."""
+"""Ratio of keyframe to image bytes that is assumed before a measurement.
+
+It is the ratio for byte planes of bf16 weights.
+"""
 USELESS_SHARE = 0.95
 """Ratio of keyframe to image bytes above which no keyframes are made."""
 
@@ -246,7 +253,7 @@ class FormSchedule:
         return "delta" if has_base and (not is_auto or self._is_delta_due) else "keyframe"
 
     def is_hopeless(self, coded_bytes: int, image_bytes: int) -> bool:
-        """Return whether to abandon an encoded version, judged by its first segment.
+        """Return whether to abandon an encoded version because of its first segment.
 
         The arguments are the sizes of this segment, coded and decoded.
         """
@@ -282,7 +289,7 @@ class FormSchedule:
 
     @property
     def _is_delta_due(self) -> bool:
-        """Whether to code the next version as a delta against the last published version."""
+        """Whether to code the next version as a delta."""
         alone = min(self._expected_keyframe_bytes, self._full_bytes)
         is_worthwhile = self._delta_bytes <= DELTA_SHARE * alone
         return is_worthwhile or self._num_since_delta + 1 >= RETRY_AFTER

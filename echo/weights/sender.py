@@ -9,19 +9,19 @@ chunks in ascending order, each as soon as this node holds it, within the child'
   silent for as long as SILENT_CHUNKS chunks usually take. The second has taken chunks at less than
   half of the median rate for SLOW_AFTER_S (its disk may be slower than its link). The third waits
   for a chunk that this node does not hold. The time in which a child is held back does not count
-  for its rate; otherwise all siblings would seem as slow as the slowest.
+  for its rate. Otherwise all siblings would seem as slow as the slowest.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in a
-  frame of its own, because on a fast link most of the Python time is spent once per message. On a
-  slow link each chunk is a message, so that the child can forward it on arrival.
-* **Waiting.** A child that waits for a sibling, or for a chunk that this node does not hold, gets
+  frame of its own. On a fast link, most of the Python time is spent once per message. On a slow
+  link each chunk is a message, so that the child can forward it on arrival.
+* **Waiting.** A child may wait for a sibling, or for a chunk that this node does not hold. It gets
   Waiting repeatedly, so that one stall does not make all nodes below it leave their parents. A
-  missing chunk may take long, so each Waiting announces a silence twice as long as the Waiting
+  missing chunk may take long. So each Waiting announces a silence twice as long as the Waiting
   before, up to MAX_WAITING_S, and the child is patient for this time. A child that waits for a
   sibling, or for an item that this node does not know, gets a Waiting every WAITING_PERIOD_S.
 * **Pinned.** An item that a child fetches is not evicted, so the number of children limits the size
-  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS (the
-  end of an inbound link may go unnoticed). If the child is alive, the learner's Pulse makes it
-  subscribe again.
+  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS,
+  because the end of an inbound link may go unnoticed. If the child is alive, the learner's Pulse
+  makes it subscribe again.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ PACE_S = 10.0
 """Length of one period, in seconds; a child's pace is measured over the present period and the one
 before."""
 TOGETHER_S = 0.005
-"""Chunks that a child receives within this many seconds are sent in one message. Chunks of 1 MiB
-share a message if the child takes more than 3 Gbit/s. At each hop the first chunk of a message
-arrives at most this many seconds later than if it were sent alone."""
+"""Chunks that a child receives within this many seconds are sent in one message.
+
+Chunks of 1 MiB share a message if the child takes more than 3 Gbit/s. At each hop the first chunk
+of a message may arrive this many seconds later than if it were sent alone.
+"""
 TOGETHER_BYTES = 4 << 20
 """Largest number of chunk bytes in a message with several chunks. Larger messages exceed the CPU's
 caches and are no faster."""
@@ -78,7 +80,7 @@ class Pace:
     """Measures how many chunks per second a child takes while it is not held back.
 
     Only recent periods count, so that the pace follows a disk or link that stalls or recovers. The
-    pace is kept from one item to the next, so that it need not be measured again for each version.
+    pace is kept from one item to the next, so it need not be measured again for each version.
     """
 
     def __init__(self) -> None:
@@ -121,9 +123,9 @@ class Pace:
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return how many chunks to send in one message: as many as the child takes in TOGETHER_S.
+        """Return how many chunks to send in one message, at least 1.
 
-        The number is at least 1.
+        These are as many as the child takes in TOGETHER_S.
         """
         self._count(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
@@ -197,7 +199,7 @@ class Child:
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
-        """Add to `wanted` the requested chunks that have become known since the last call."""
+        """Add the requested chunks that have become known since the last call to `wanted`."""
         num_chunks = item.num_chunks
         for start, stop in self.ranges:
             self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
@@ -205,17 +207,17 @@ class Child:
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_chunks
 
     def hold_back(self, now: float) -> None:
-        """Note that the child is held back for a sibling, although it could be sent a chunk."""
+        """Note that the child is held back for a sibling, although a chunk could be sent to it."""
         if self.held_at is None:
             self.held_at, self.waiting_s = now, 0.0
             self.pace.rest(now)
 
     def can_take(self, item: Chunked) -> bool:
-        """Return whether the child has credit, and this node holds the next chunk that it wants."""
+        """Return whether the child has credit, and this node holds its next chunk."""
         return bool(self.wanted) and self.credit_bytes > 0 and bool(item.has_chunk[self.wanted[0]])
 
     def take_next(self, num_bytes: int) -> None:
-        """Note that the child is being sent its next wanted chunk, which has `num_bytes` bytes."""
+        """Note that the child is being sent its next wanted chunk, of `num_bytes` bytes."""
         self.wanted.popleft()
         self.credit_bytes -= num_bytes
         self.lead += 1
@@ -248,8 +250,7 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
 # --- sender ---------------------------------------------------------------------------------------
 
 PIN_STALLS = 10
-"""After a silence of this multiple of stall_s, a child no longer prevents the eviction of the item
-that it was fetching."""
+"""After a silence of this multiple of stall_s, a child's item may be evicted."""
 FORGET_STALLS = 60
 """A child that does not react to an announcement within this multiple of stall_s is forgotten."""
 MAX_LEAD_CHUNKS = 4
@@ -377,9 +378,9 @@ class Sender:
     def _note_load(self, now: float) -> None:
         """Report to `rate` the share of the fetching children that the uplink does not limit.
 
-        The uplink does not limit a child whose next chunk this node does not hold, nor a child that
-        fetches alone. A child that is held back for a sibling counts as limited, since the uplink
-        is in use.
+        There are two kinds of such children. This node does not hold the child's next chunk, or the
+        child fetches alone. A child that is held back for a sibling counts as limited, since the
+        uplink is in use.
         """
         if not self.children and self.rate.is_paused:
             return
@@ -391,7 +392,6 @@ class Sender:
     # --- chunks ----------------------------------------------------------------------------------
 
     def _siblings(self, peer: str, child: Child) -> list[tuple[str, Child]]:
-        """Return the other children that fetch the same item, each with its link."""
         return [
             (name, other)
             for name, other in self.children.items()
@@ -399,7 +399,7 @@ class Sender:
         ]
 
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
-        """Send a child its chunks; then send its siblings the chunks for which they waited."""
+        """Send a child its chunks, and then its siblings the chunks for which they waited."""
         actions: list[Action] = []
         if child.fetching is None:
             return actions
@@ -417,7 +417,7 @@ class Sender:
         return actions
 
     def _patience_s(self, child: Child, now: float) -> float:
-        """Return for how many seconds siblings wait for a child that is silent and lacks credit."""
+        """Return how many seconds siblings wait for a child that is silent and lacks credit."""
         return min(
             max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
         )
@@ -524,7 +524,6 @@ class Sender:
         return actions
 
     def _segments(self, peer: str, child: Child, encoded: EncodedVersion) -> list[Action]:
-        """Send a child the tables of an encoded version that it does not have."""
         first = child.num_segments
         child.num_segments = max(first, encoded.num_segments)
         return [
@@ -539,9 +538,9 @@ class Sender:
     # --- keeping and dropping --------------------------------------------------------------------
 
     def pinned(self, now: float) -> set[ItemId]:
-        """Return the complete items that children fetch, which must not be evicted.
+        """The complete items that children fetch, which must not be evicted.
 
-        A partial item may be evicted: if this node fetches a newer version meanwhile, the partial
+        A partial item may be evicted. If this node fetches a newer version meanwhile, the partial
         item would never be completed, and the child would wait forever.
         """
         return {
@@ -554,7 +553,7 @@ class Sender:
         }
 
     def dropped(self, item: ItemId, *, now: float) -> list[Action]:
-        """Send Gone for a dropped item to the children that were fetching this item."""
+        """Send Gone for a dropped item to the children that were fetching it."""
         version, form = item
         actions: list[Action] = []
         for peer, child in self.children.items():
@@ -566,7 +565,7 @@ class Sender:
         return actions
 
     def forget_silent(self, now: float) -> None:
-        """Forget each child that did not react to an announcement for FORGET_STALLS stall times."""
+        """Forget each child that did not react to an announcement for FORGET_STALLS."""
         for peer, child in list(self.children.items()):
             since = child.unanswered_since
             if since is not None and now - since > FORGET_STALLS * self.stall_s:
@@ -575,14 +574,13 @@ class Sender:
     # --- time ------------------------------------------------------------------------------------
 
     def _lacks_next(self, child: Child) -> bool:
-        """Return whether this node does not hold the next chunk that a child wants."""
+        """Return whether this node lacks the next chunk that a child wants."""
         item = None if child.fetching is None else self.store.get(child.fetching)
         if item is None:  # dropped; the child gets its Gone next
             return False
         return child.is_open if not child.wanted else not item.has_chunk[child.wanted[0]]
 
     def _waits(self, child: Child) -> bool:
-        """Return whether a child waits for a sibling, or for a chunk that this node lacks."""
         is_held = child.held_at is not None or child.awaiting is not None
         return is_held or (child.credit_bytes > 0 and self._lacks_next(child))
 
@@ -598,10 +596,7 @@ class Sender:
         )
 
     def expire(self, now: float) -> list[Action]:
-        """Send each waiting child the chunks that it may have now.
-
-        A child that may have none gets a Waiting.
-        """
+        """Send each waiting child the chunks that it may have now, or else a Waiting."""
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if not self._waits(child) or now < _waiting_due_at(child):
@@ -616,14 +611,14 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Answer a child that requested an item while the item was unknown on this node."""
+        """Answer a child that requested an item while this node did not know the item."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # The item was announced; the child asks again if that was lost.
         return []
 
     def _send_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
-        """Return the action that sends a child a Waiting, with the time of the next Waiting."""
+        """Send a child a Waiting that has the time of the next Waiting."""
         is_awaited = child.held_at is not None or child.awaiting is not None
         doubled = WAITING_PERIOD_S if is_awaited else 2 * child.waiting_s
         child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)
@@ -636,5 +631,4 @@ class Sender:
 
 
 def _waiting_due_at(child: Child) -> float:
-    """Return the time at which the next Waiting to a child is due."""
     return child.waiting_sent_at + max(child.waiting_s, WAITING_PERIOD_S)

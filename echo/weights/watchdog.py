@@ -1,8 +1,8 @@
 """The watchdog: decides when a silent parent is asked again, and when it is left.
 
-A node leaves a parent that is silent for too long (`link.py` says for how long), if there is a
-spare parent. Without a spare parent the node asks its parent once more, and leaves it at the second
-silence. A parent that waits itself sends Waiting repeatedly, and so is not silent: the fault may be
+A node leaves a parent that is silent for too long, if there is a spare parent. `link.py` says for
+how long. Without a spare parent the node asks its parent once more, and leaves it at the second
+silence. A parent that waits itself sends Waiting repeatedly, and so is not silent. The fault may be
 several hops above this parent.
 
 Offers are not signed, so a parent may announce an item that it will never receive. A node leaves
@@ -42,7 +42,7 @@ class Watchdog:
         self._since = now if self._since is None else self._since
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits for the item, and sends another Waiting within `again_s`."""
+        """Note that the parent waits for the item, and sends the next Waiting within `again_s`."""
         self._link.waits(again_s=again_s, now=now)
         self._since = now if self._since is None else self._since
 
@@ -57,7 +57,7 @@ class Watchdog:
         self._since, self._longest_pause_s = None, 0.0
 
     def _gives_up_at(self, item: ItemId | None) -> float | None:
-        """Return the time at which the parent has waited too long for an item it announced.
+        """Return when the parent has waited too long for an item that it announced.
 
         None while the parent does not wait for the item.
         """
@@ -68,7 +68,7 @@ class Watchdog:
         return self._since + max(WAIT_STALLS * link.stall_s, 4 * self._longest_pause_s)
 
     def deadline(self, item: ItemId | None) -> float | None:
-        """Return the time at which the parent should be left or asked again; None for never."""
+        """Return when the parent must be left or asked again; None for never."""
         silent_at = self._link.deadline(self._store.chunk_bytes(item))
         return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 

@@ -1,6 +1,6 @@
 """Artifacts: which chunks of an item a node holds, and how a chunk is sent.
 
-Readers never get a view of memory that may be patched: `Transfer.read` returns a copy in which the
+Readers never get a view of memory that may be patched. `Transfer.read` returns a copy in which the
 old words are restored, even while a patch is being written. So readers need no lock.
 """
 
@@ -34,16 +34,13 @@ class Chunked(abc.ABC):
 
     @property
     def num_chunks(self) -> int:
-        """Number of known chunks.
-
-        It grows while the tables of an encoded version arrive one by one.
-        """
+        """Number of known chunks, which grows as the tables of an encoded version arrive."""
         return len(self.has_chunk)
 
     @property
     @abc.abstractmethod
     def is_encrypted(self) -> bool:
-        """Whether the item's chunks are sent encrypted, so that links need not encrypt them."""
+        """Whether chunks are sent encrypted, so that links need not encrypt them."""
 
     @property
     def can_be_sent(self) -> bool:
@@ -67,7 +64,7 @@ class Chunked(abc.ABC):
 
     @abc.abstractmethod
     def place(self, index: int) -> memoryview:
-        """Return the memory for the bytes of a chunk, whether the chunk is held or not."""
+        """Return the memory for the bytes of a chunk, held or not."""
 
     def chunk(self, index: int) -> Frame:
         """Return a held chunk in the form in which it is sent, mostly without a copy.
@@ -86,7 +83,7 @@ class Chunked(abc.ABC):
         """Return the BLAKE3-256 hash of a chunk in the form in which it is sent."""
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
-        """Write a verified chunk to its memory; any thread may call this method.
+        """Write a verified chunk to its memory; thread-safe.
 
         Args:
             index: the index of the chunk.
@@ -99,12 +96,12 @@ class Chunked(abc.ABC):
         (write or fill)(self.place(index), data)
 
     def mark(self, index: int) -> None:
-        """Mark a chunk, which was verified and written, as held."""
+        """Mark a verified and written chunk as held."""
         self.has_chunk[index] = 1
         self.num_held += 1
 
     def _held_flags(self) -> bytearray:
-        """Return one byte for each known chunk: 1 if the chunk is held or being written."""
+        """Return a 1 for each known chunk that is held or being written, and a 0 for others."""
         if not self.writing:
             return self.has_chunk
         has_chunk = self.has_chunk.copy()
@@ -114,7 +111,7 @@ class Chunked(abc.ABC):
 
     @property
     def is_missing(self) -> bool:
-        """Whether a chunk is missing: it is neither held nor being written, or not known yet."""
+        """Whether a chunk is neither held nor being written, or is not known yet."""
         return self.is_open or self._held_flags().find(0) >= 0
 
     def missing(self) -> tuple[tuple[int, int], ...]:
@@ -181,7 +178,7 @@ class Transfer(Chunked):
         return ""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes of this version's image; any thread may call this method.
+        """Return bytes of this version's image; thread-safe.
 
         If the memory may change, the result is a copy. If a patch begins during the copy, the bytes
         are copied again.
@@ -229,7 +226,7 @@ class Transfer(Chunked):
         """Return a held chunk in the form in which it is sent.
 
         If the encrypted chunk is no longer kept, the chunk is encrypted again. Key and nonce are
-        the same as on the learner, so the result is the bytes that the learner signed.
+        those of the learner, so the result is the bytes that the learner signed.
 
         Raises:
             StorageError: if the bytes of the chunk no longer match its hash.
@@ -264,7 +261,7 @@ class Transfer(Chunked):
         return self.manifest.num_bytes
 
     def place(self, index: int) -> memoryview:
-        """Return the memory for the bytes of a chunk, whether the chunk is held or not."""
+        """Return the memory for the bytes of a chunk, held or not."""
         start, stop = self.manifest.chunk_range(index)
         return memoryview(self.storage)[start:stop]
 
@@ -287,7 +284,7 @@ class AuditChunks(Work):
     stop: int
 
     def run(self) -> str:
-        """Hash the chunks; return text that names the first wrong chunk, or "" if all are right."""
+        """Hash the chunks; return text that names the first wrong chunk, or ""."""
         for index in range(self.first, self.stop):
             if not self.image.is_right(index):
                 return f"chunk {index}"

@@ -1,9 +1,9 @@
 """The audit: decides when to hash the chunks of images that were made by deltas.
 
 The learner signs the old and new words of each delta, so patched words are correct. The other words
-of the image have not been verified since they were written. So when the learner's manifest of such
-a version arrives (the version's seal), the chunks of the image are hashed, AUDIT_BYTES at a time.
-Hashing takes at most AUDIT_SHARE of the time.
+of the image have not been verified since they were written. The learner's manifest of such a
+version arrives later (the version's seal). Then the chunks of the image are hashed, AUDIT_BYTES at
+a time. Hashing takes at most AUDIT_SHARE of the time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Audit:
         self._began_at = self._due_at = 0.0
 
     def begin(self, image: Transfer, *, now: float) -> None:
-        """Start to hash an image, unless an image that this node still holds is being hashed."""
+        """Start to hash an image, unless another held image is being hashed."""
         if self._image is None or self._store.images.get(self._image.manifest.version) is None:
             self._image, self._next, self._due_at = image, 0, now
 
     @property
     def deadline(self) -> float | None:
-        """The time at which the next piece of work is due; None if no work is due."""
+        """The time at which the next piece is due; None if no work is due."""
         return None if self._image is None or self._work is not None else self._due_at
 
     def expire(self, *, now: float) -> list[Action]:

@@ -1,8 +1,7 @@
-"""Changes of a node's store, which the receiver reports so that the sender informs children.
+"""Changes of a node's store: the receiver reports them, and the sender informs children.
 
 The receiver returns the changes among its actions, in order. `Broadcast`, which owns receiver and
-sender, replaces each change by the actions with which the sender reacts to it. So neither half
-calls the other.
+sender, replaces each change by the sender's actions. So neither half calls the other.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from echo.wire.messages import ItemId
 
 
 class StoreChange(Action):
-    """A change of the store; `Broadcast` turns it into actions, so no role gets a StoreChange."""
+    """A change of the store, which `Broadcast` turns into actions before a role gets them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksHeld(StoreChange):
-    """Chunks of an item were verified and written, so that the node holds them."""
+    """Chunks of an item were verified and written, so the node holds them."""
 
     item: ItemId
     chunks: dict[int, Frame]
@@ -48,4 +47,4 @@ class ItemDropped(StoreChange):
 
 @dataclass(frozen=True, slots=True)
 class EvictionDue(StoreChange):
-    """A node fetches another item, or has completed one, so older items may be dropped."""
+    """Older items may be dropped: the node fetches another item, or has completed one."""

@@ -11,11 +11,11 @@ A delta is coded against its base, a version that the receiver holds. A keyframe
 * A **hashed** table has the hashes of the decoded image chunks. The last hashed table of an encoded
   version also has the signed manifest of the image, with the same hashes. The image is decoded into
   new memory. Keyframes are hashed, and so are deltas in which much has changed.
-* The other kind of table belongs to a delta **on its base**. For each block it has the hash of
-  those words in the base that the block replaces. Neither learner nor receiver hashes the image, so
-  the work on both sides grows with the number of changes. The manifest, which is the **seal** of
-  the version, follows later. Until the manifest arrives, the image may be installed and may be the
-  base of the next delta, but it is not offered to children as a whole image.
+* The other kind of table belongs to a delta **on its base**. For each block it has the hash of the
+  words in the base that the block replaces. Neither learner nor receiver hashes the image. So the
+  work on both sides grows with the number of changes. The manifest, which is the **seal** of the
+  version, follows later. Until then, the image may be installed and may be the base of the next
+  delta, but it is not offered to children as a whole image.
 * Every size is checked against the size of the image before memory is allocated, and the decoder
   writes at most the block that it fills.
 """
@@ -66,7 +66,7 @@ class OpenBlock(Work):
     """Memory for the block of a patched copy of the base; None if the base is patched in place."""
 
     def run(self) -> str:
-        """Find the changes; return what is wrong with the block or its base, or ""."""
+        """Find the changes; return the fault of the block or its base, or ""."""
         patch = self.encoded.patch
         assert patch is not None
         try:
@@ -107,7 +107,7 @@ class DecodeBlock(Work):
         return self.encoded.form
 
     def run(self) -> str:
-        """Decode the block; return what is wrong with it, or "" if it is right."""
+        """Decode the block; return its fault, or ""."""
         try:
             decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
         except RemoteProtocolError as error:
@@ -127,8 +127,6 @@ def _plain(coded: memoryview, encrypted: Encrypted | None) -> memoryview:
 
 @dataclass(slots=True)
 class _Part:
-    """A segment's table and its payload."""
-
     table: SegmentTable
     payload: memoryview
     first_chunk: int
@@ -176,7 +174,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the tables have hashes of the replaced words, not of the decoded image."""
+        """Whether the tables hash the replaced words, and not the decoded image."""
         return bool(self._parts) and self._parts[0].table.is_on_base
 
     @property
@@ -212,7 +210,7 @@ class EncodedVersion(Chunked):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all segments; while some segments are unknown, the announced size."""
+        """Number of bytes of all segments; if some are unknown, the announced size."""
         known = sum(part.table.num_bytes for part in self._parts)
         return max(known, self.expected_bytes) if self.is_open else known
 
@@ -238,7 +236,7 @@ class EncodedVersion(Chunked):
         self, frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str,
         max_bytes: int,
     ) -> SegmentTable:  # fmt: skip
-        """Check the frame of the next table, which came from the network, and return the table.
+        """Check the frame of the next table, which came from the network; return the table.
 
         Raises:
             RemoteProtocolError: if the signature, the run, the order of segments or any size is
@@ -284,7 +282,7 @@ class EncodedVersion(Chunked):
         return part, start, min(start + part.table.chunk_bytes, part.table.num_bytes)
 
     def place(self, index: int) -> memoryview:
-        """Return the memory for the bytes of a chunk, whether the chunk is held or not."""
+        """Return the memory for the bytes of a chunk, held or not."""
         part, start, stop = self._span(index)
         return part.payload[start:stop]
 
@@ -302,7 +300,7 @@ class EncodedVersion(Chunked):
     # --- blocks ----------------------------------------------------------------------------------
 
     def base_among(self, images: Mapping[PolicyVersion, Transfer]) -> Transfer | None:
-        """Return the image against which this delta is coded, if it is complete in `images`.
+        """Return the image against which this delta is coded.
 
         None for a keyframe, and if `images` does not have the complete image.
         """
@@ -312,13 +310,12 @@ class EncodedVersion(Chunked):
     def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
         """Return work for the blocks that chunk `index` has completed.
 
-        For each block the work is returned only once.
+        For each block the work is returned only once. `storage` or `patch` must be set before the
+        call.
 
         Args:
             index: the index of the chunk that was written last.
             base: the complete image of `form.base`, of the same size; None for a keyframe.
-
-        `storage` or `patch` must be set before the call.
         """
         part, start, stop = self._span(index)
         first = max(0, bisect.bisect_right(part.offsets, start) - 1)
@@ -375,7 +372,7 @@ class EncodedVersion(Chunked):
         return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
 
     def image(self, base: Transfer | None) -> Transfer:
-        """Return the decoded image, and hand the memory over to it.
+        """Return the decoded image, which takes over the memory.
 
         Args:
             base: the image against which the delta is coded; None for a keyframe.

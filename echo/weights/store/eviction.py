@@ -1,11 +1,14 @@
 """Eviction: which items a node drops, so that the size of its store stays limited.
 
-The newest `keep_versions` complete images are kept. Of the encoded versions the newest keyframe is
-kept, and the newest deltas that together are smaller than an image (a node that joins late fetches
-these deltas one by one). An item that this node codes, fetches or decodes is kept, too, and so is
-an item that a child fetches. All other items are dropped, abandoned partial downloads first,
-because each reserves memory for a whole image. So the number of children limits the size of the
-store.
+These items are kept:
+
+* the newest `keep_versions` complete images;
+* the newest keyframe, and the newest deltas that together are smaller than an image, because a node
+  that joins late fetches these deltas one by one;
+* an item that this node codes, fetches or decodes, and an item that a child fetches.
+
+All other items are dropped, abandoned partial downloads first, because each reserves memory for a
+whole image. So the number of children limits the size of the store.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ MAX_ENCODED_VERSIONS = 64
 def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
     """Return the items to drop.
 
-    These are all items except those in `keep`, the newest items, and the items that other nodes may
-    need.
+    These are all items except three kinds: those in `keep`, the newest items, and the items that
+    other nodes may need.
     """
     images, encoded_versions = store.images, store.encoded_versions
     kept = set(keep)
@@ -47,7 +50,7 @@ def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
 
 
 def with_base(item: ItemId | None) -> set[ItemId]:
-    """Return the item that is being fetched, and the image of its base if it has a base.
+    """Return the item that is being fetched, with the image of its base if it has one.
 
     The set is empty if `item` is None.
     """
@@ -69,9 +72,9 @@ def is_lean(store: ItemStore) -> bool:
 
 
 def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
-    """Return the newest keyframe, and the newest deltas worth keeping for other nodes.
+    """Return the newest keyframe, and the newest deltas that other nodes may need.
 
-    Such deltas are together smaller than an image.
+    These deltas are together smaller than an image.
     """
     space = max((image.num_bytes for image in store.images.values()), default=0)
     usable = (item for item, encoded in store.encoded_versions.items() if not encoded.is_half)
@@ -96,10 +99,7 @@ def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
 
 
 def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
-    """Return the partial deltas that are coded against these versions.
-
-    Deltas that are coded against such a delta's version are included.
-    """
+    """Return the partial deltas that these versions are the base of, also indirectly."""
     gone, halves = set(versions), []
     for item in sorted(store.encoded_versions, key=lambda item: item[0]):
         if store.encoded_versions[item].is_half and item[1].base in gone:
@@ -111,9 +111,9 @@ def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
 def damaged(store: ItemStore) -> list[ItemId]:
     """Return all items to drop because the memory of an image is damaged.
 
-    Versions that deltas made from a damaged image are damaged, too, and deltas are useless without
-    their base. So everything is dropped except an image that is being fetched, because each of its
-    chunks is verified.
+    Versions that deltas made from a damaged image are damaged too, and deltas are useless without
+    their base. So everything is dropped except an image that is being fetched. Each chunk of that
+    image is verified.
     """
     whole = (version for version, image in store.images.items() if image.is_complete)
     return [*((version, FULL) for version in whole), *store.encoded_versions]

@@ -3,12 +3,12 @@
 A delta on its base is opened block by block as its chunks arrive. An opened block is a
 `BlockPatch`: the positions of the changed words, the old words and the new words. When all blocks
 are open, the image is still unchanged, and only the new words remain to be written. `PatchMode`
-says which thread writes them: a thread of this node, or the engine that installs the version,
+says which thread writes them. It is a thread of this node, or the engine that installs the version
 between two tokens that it samples. Afterwards the same memory holds the new version.
 
-The base can still be read, by children and by an engine that returns to it: a reader copies a block
-and restores the old words in the copy (`artifacts.py`). If an engine needs the bytes that it was
-given to stay unchanged, the base is copied and the copy is patched.
+The base can still be read, by children and by an engine that returns to it. A reader copies a block
+and restores the old words in the copy (`artifacts.py`). If an engine needs its bytes to stay
+unchanged, the base is copied and the copy is patched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ApplyPatch(Work):
     store: VersionStore
 
     def run(self) -> str:
-        """Write the patch; return the error of the disk, or "" if there was none."""
+        """Write the patch; return the disk's error, or ""."""
         try:
             self.store.begin_patch(self.patch)
         except OSError as error:
@@ -70,14 +70,13 @@ class InPlace:
     def ready(self) -> EncodedVersion | None:
         """A delta that may be written over its base now; None if there is none.
 
-        The changes of all the delta's blocks are known, and the memory of its base still holds the
-        base.
+        The changes of all its blocks are known, and the memory of its base still holds the base.
         """
         return next((each for each in self.open if not self.is_being_written(each)), None)
 
     @property
     def open(self) -> list[EncodedVersion]:
-        """The deltas that may be written over their base now, or that are being written."""
+        """The deltas that may be written over their base now, or are being written."""
         found = []
         for encoded in self._encoded_versions.values():
             base = encoded.base_among(self._images) if encoded.is_ready else None
@@ -88,7 +87,7 @@ class InPlace:
     def is_being_written(self, encoded: EncodedVersion) -> bool:
         """Return whether a delta is being written over its base.
 
-        In this state `begin` was called for the delta, and not all its new words are written yet.
+        If so, `begin` was called for it, and not all its new words are written yet.
         """
         base = encoded.base_among(self._images) if encoded.is_ready else None
         return base is not None and encoded.patch in base.later
@@ -117,5 +116,4 @@ class InPlace:
             image.later = [patch for patch in image.later if patch is not encoded.patch]
 
     def _images_in(self, storage: bytearray | memoryview) -> list[Transfer]:
-        """Return the images whose memory is `storage`."""
         return [image for image in self._images.values() if image.storage is storage]

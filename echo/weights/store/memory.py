@@ -16,10 +16,10 @@ from echo.wire.codec import Frame
 
 
 def allocate(num_bytes: int) -> memoryview:
-    """Return memory for an image, whose bytes are undefined.
+    """Return memory for an image, with undefined bytes.
 
     The system allocates its pages at the first write, chunk by chunk. A bytearray would be filled
-    with zeros at once, which blocks the node for 0.6 s per GB.
+    with zeros at once. That blocks the node for 0.6 s per GB.
     """
     return np.empty(num_bytes, dtype=np.uint8).data
 
@@ -35,8 +35,8 @@ class RecycledMemory:
     """Memory for images, which is reused when nothing uses the earlier image any longer.
 
     Each image is lent through an exporter, an array over a piece of memory. Only views of the
-    exporter keep it alive: slices, tensors and arrays over the memory, and frames that libzmq has
-    yet to send. When the exporter is gone, the piece is free.
+    exporter keep it alive. Views are slices, tensors and arrays over the memory, and frames that
+    libzmq has not sent yet. When the exporter is gone, the piece is free.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class VersionStore:
         return allocate(num_bytes)
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        """Store the signed manifest of an image that was created without its manifest."""
+        """Store the signed manifest of an image that was created without it."""
 
     def drop(self, version: PolicyVersion) -> None:
-        """Drop the image of a version; readers that use its memory may continue to use it."""
+        """Drop the image of a version; readers may continue to use its memory."""
 
     def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place in an image; any thread may call this, once for each chunk.
+        """Copy a chunk to its place in an image; thread-safe; called once for each chunk.
 
         Raises:
             OSError: if the disk refuses the write.
@@ -130,14 +130,14 @@ class VersionStore:
         fill(place, data)
 
     def begin_patch(self, patch: Patch) -> None:
-        """Mark an image as about to be written in place; any thread may call this method.
+        """Mark an image as about to be written in place; thread-safe.
 
         Raises:
             OSError: if the disk refuses the mark.
         """
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Remove the mark of `begin_patch`, because the image has the words of the base again.
+        """Remove the mark of `begin_patch`, because the image has the base's words again.
 
         The thread that called `begin_patch` calls this method.
         """

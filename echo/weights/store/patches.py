@@ -43,7 +43,7 @@ class Patch:
             block.write(image[start : start + self.block_bytes])
 
     def take_back(self, piece: memoryview, first: int = 0) -> None:
-        """Write the old words into `piece`, whether or not the new words were written there.
+        """Write the old words into `piece`, which may have old or new words there.
 
         Args:
             piece: the image, or a copy of a run of its blocks.

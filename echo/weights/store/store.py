@@ -1,7 +1,7 @@
 """The item store: the versions that a node has, as images and as encoded versions.
 
 An **item** is one version in one form, which nodes send chunk by chunk. The image with its manifest
-is a `Transfer`; a delta or keyframe is an `EncodedVersion`. Both are `Chunked`: they are served and
+is a `Transfer`. A delta or keyframe is an `EncodedVersion`. Both are `Chunked`: they are served and
 fetched in the same way.
 
     learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
@@ -19,7 +19,7 @@ Each of these files decides one thing:
     trust.py       which manifests and tables are the learner's
     store.py       which items are held, which can be decoded, and what is announced
 
-**Resume.** A new process continues an image that a killed process has left incomplete: it keeps the
+**Resume.** A new process continues an image that a killed process has left incomplete. It keeps the
 chunks that match the hashes in the signed manifest, and fetches the others. Encoded versions are
 fetched again, and so is an image that was being written in place.
 """
@@ -74,7 +74,7 @@ class ItemStore:
         self.add(Transfer(signed, manifest, storage, has_chunk))
 
     def add(self, image: Transfer) -> None:
-        """Add an image, in place of an earlier one of the same version.
+        """Add an image, in place of an earlier image of the same version.
 
         Frames over the memory of the earlier image stay valid.
         """
@@ -117,11 +117,11 @@ class ItemStore:
         return ""
 
     def may_block(self, item: ItemId) -> bool:
-        """Return whether writing a chunk of an item may take long, so that a thread must do it."""
+        """Return whether writing a chunk of an item may take long, and so needs a thread."""
         return item[1] == FULL and self.version_store.may_block
 
     def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock | OpenBlock]:
-        """Return work for the blocks that can be decoded now because chunk `index` was written.
+        """Return work for the blocks that can be decoded now that chunk `index` is written.
 
         There is no such work while a patch is being written over the memory of the base.
         """
@@ -133,7 +133,7 @@ class ItemStore:
         return encoded.decodable(index, memoryview(base.storage))
 
     def decodable_on(self, version: PolicyVersion) -> list[DecodeBlock | OpenBlock]:
-        """Return work for the blocks that can be decoded now because `version` is complete."""
+        """Return work for the blocks that can be decoded now that `version` is complete."""
         return [
             work
             for each in self.encoded_versions.values()
@@ -164,7 +164,7 @@ class ItemStore:
         return fault
 
     def chunk_bytes(self, item: ItemId | None) -> int:
-        """Return the size of an item's chunks in bytes; 1 MiB if the size is not known."""
+        """Return the size of an item's chunks in bytes; 1 MiB if it is not known."""
         found = None if item is None else self.get(item)
         return found.chunk_size(0) if found is not None and found.num_chunks else 1 << 20
 
@@ -185,8 +185,8 @@ class ItemStore:
     def held(self) -> set[PolicyVersion]:
         """The versions that this node can install.
 
-        Such a version is either complete, or will be made from its base by a patch. This patch is
-        ready, or is being written.
+        Such a version is complete, or a patch will make it from its base. The patch is ready, or is
+        being written.
         """
         whole = {version for version, image in self.images.items() if image.is_complete}
         return whole | {encoded.version for encoded in self.in_place.open}
@@ -200,7 +200,7 @@ class ItemStore:
     def newest_signed(self) -> PolicyVersion | None:
         """The newest complete version whose manifest has arrived; None if there is none.
 
-        A child asks its parent to announce the versions that are newer than this version.
+        A child asks its parent to announce the versions that are newer.
         """
         signed = (v for v, image in self.images.items() if image.signed and image.is_complete)
         return max(signed, default=None)

@@ -1,7 +1,7 @@
 """Trust: which manifests and tables were made by the learner.
 
 Any node of the run may be a parent. So a node checks the learner's signature on manifests and
-segment tables, in this module. In `roles/joining.py` it checks the signature of the Welcome, which
+segment tables, in this module. `roles/joining.py` checks the signature of the Welcome, which
 contains the learner's key. Chunks are sent encrypted (`cipher.py`), and each node verifies the
 chunks that it receives.
 """
@@ -22,9 +22,9 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """If the code in the block raises RemoteProtocolError, raise ForgedError in its place.
+    """Turn a RemoteProtocolError of the `with` block into a ForgedError.
 
-    The code verifies what a peer has forwarded. ForgedError says that the learner did not sign it.
+    The block verifies what a peer has forwarded. ForgedError says that the learner did not sign it.
     """
     try:
         yield
@@ -62,7 +62,7 @@ class TrustedManifests:
         return self._public_key
 
     def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
-        """Return the manifest of a version that a parent announced, after verifying it.
+        """Verify the manifest of a version that a parent announced, and return it.
 
         Raises:
             ForgedError: if the manifest is of another version, is malformed, or was not signed by
@@ -100,7 +100,7 @@ class TrustedManifests:
         return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
 
     def segment(self, encoded: EncodedVersion, frame: Frame) -> SegmentTable:
-        """Return the next table of an encoded version, after verifying it.
+        """Verify the next table of an encoded version, and return it.
 
         Raises:
             ForgedError: if the table is not the next one, is malformed, or was not signed by the
@@ -115,7 +115,7 @@ class TrustedManifests:
             )
 
     def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
-        """Forget the manifests of versions before `oldest`, except versions in `offered`."""
+        """Forget the manifests of versions before `oldest`, except those in `offered`."""
         kept = {version for version, form in offered if form == FULL}
         old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
         for version in old:

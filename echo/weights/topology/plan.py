@@ -4,27 +4,29 @@ A plan is one tree over all nodes, which may be a chain or a star. It lists the 
 in order of preference: first the parent in the tree, then stand-ins, and always the learner last.
 So a node can turn to another parent without a message from the learner.
 
-**Plan.** `plan_topology` builds several trees (`trees.py`), predicts the time of each for this
-payload (`throughput.py`), and chooses among them in two steps. First it keeps the plans that take
-at most 1.5 times as long as the fastest plan, and of these only the plans with the fewest links
-between regions. So a version enters each region once, unless that would take much longer, for
-example because no node of a region can serve others. Then, of the plans that are about as fast as
-the fastest remaining plan, it takes the cheapest: the one with the fewest paid bytes, then the one
-with the fewest copies from the learner. So the learner sends a version once, unless a second copy
-clearly saves time.
+**Plan.** `plan_topology` builds several trees (`trees.py`), and predicts the time of each for this
+payload (`throughput.py`). It chooses among them in two steps. First it keeps the plans that take at
+most 1.5 times as long as the fastest plan, and of these only the plans with the fewest links
+between regions. So a version enters each region once, unless that would take much longer. It may
+take longer because no node of a region can serve others, for example. Then it compares the plans
+that are about as fast as the fastest remaining plan, and takes the cheapest of them. The cheapest
+has the fewest paid bytes, then the fewest copies from the learner. So the learner sends a version
+once, unless a second copy clearly saves time.
 
 **Replan.** The learner's `Planner` makes a plan when a node joins, when a node leaves, and when a
 node was found to send wrong chunks. While versions take longer than WORTHWHILE_S to spread, it also
-makes a plan every REPLAN_S, because each transfer gives new measurements of the links. During a
-broadcast a new plan must save more time, since a node that changes its parent loses time and the
-chunks under way. So a plan is also made just before a version is sent, unless a plan was made
-between two broadcasts less than REPLAN_S ago. Otherwise measurements would have no effect in a run
-whose versions follow each other closely, because all plans would be made during broadcasts. The
-plan in force is patched until another plan would save a set share of the time, so no node changes
-its parent because of small changes of measured rates. Only in a small fleet is a new plan made from
-scratch when a node that can serve joins or leaves. The first plan of a fleet that has just joined
-is made without measurements. If an uplink is measured for the first time after a plan was made,
-another plan follows NEWS_S after that plan.
+makes a plan every REPLAN_S, because each transfer gives new measurements of the links.
+
+During a broadcast a new plan must save more time, since a node that changes its parent loses time
+and the chunks under way. So a plan is also made just before a version is sent, unless a plan was
+made between two broadcasts less than REPLAN_S ago. If versions follow each other closely, all plans
+would otherwise be made during broadcasts. Measurements would then have no effect.
+
+The plan in force is patched until another plan would save a set share of the time. So small changes
+of measured rates change no node's parent. A new plan is made from scratch only in a small fleet,
+when a node that can serve joins or leaves. The first plan of a fleet that has just joined is made
+without measurements. If an uplink is measured for the first time after a plan was made, another
+plan follows NEWS_S after that plan.
 
 **Inputs.** The planner knows of each node: the rate of its uplink, from the chunks that its
 children have acknowledged; the rate of its downlink, if the downlink limits the node (`sites.py`);
@@ -125,9 +127,9 @@ class _Rows:
         """Return the parents of a node, in order of preference, as numbers.
 
         The parent in the tree comes first, then stand-ins, and the learner last. If the parent
-        dies, the grandparent can serve one more child, so only the first child turns to the
-        grandparent. The other children first turn to nodes in the parent's row, each to a different
-        one if possible.
+        dies, the grandparent can serve one more child. So only the first child turns to the
+        grandparent. The other children first turn to nodes in the parent's row, if possible each to
+        a different one.
         """
         above = [self._parents[node]]
         while above[-1] > 0 and len(above) < MAX_PARENTS:
@@ -150,8 +152,8 @@ class _Rows:
     ) -> bool:
         """Return whether a former list of parents is still valid for a node.
 
-        The list must begin with the node's parent in the tree, consist of nodes that can serve and
-        are nearer to the learner, and end with the learner.
+        The list must begin with the node's parent in the tree, and end with the learner. All its
+        nodes must be able to serve, and be nearer to the learner.
         """
         chosen = [numbers.get(name, -1) for name, _ in old]
         return (
@@ -233,10 +235,10 @@ def _below(children: list[list[int]], node: int) -> list[int]:
 
 
 class _Hosts:
-    """Chooses parents for nodes that have lost theirs or are new."""
+    """Chooses parents for nodes that are new or have lost theirs."""
 
     def __init__(self, fleet: Sites, counts: list[int], share: float, former: int) -> None:
-        """Store the facts about the fleet by which parents are chosen.
+        """Prepare to choose parents.
 
         Args:
             fleet: the learner and the present nodes.
@@ -289,8 +291,10 @@ THRIFT = 0.05
 equally fast."""
 
 INSIGNIFICANT_S = 0.25
-"""A plan also counts as equally fast if it takes at most this many seconds longer than the fastest
-plan. A training step takes far longer than these seconds."""
+"""A plan counts as equally fast if it takes at most this many seconds longer than the fastest.
+
+A training step takes far longer than these seconds.
+"""
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Trees are built for these shares of the best rate. A lower rate gives a flatter tree, which is
@@ -385,7 +389,7 @@ class _Plan:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """The sort key of equally fast plans; the plan with the smallest key is chosen."""
+        """The sort key of equally fast plans; the smallest key is chosen."""
         found = self.forecast
         price = round(found.egress_gb_price, 9)
         busiest = max(num_children(self.tree))
@@ -397,15 +401,14 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether a plan that takes `other_s` saves too little to replace this plan."""
+        """Return whether a plan of `other_s` saves too little to replace this plan."""
         return self.seconds * (1 - min_gain) <= other_s
 
 
 def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
-    """Return the plans that have the fewest links between regions and are fast enough.
+    """Return the plans that are fast enough and have the fewest links between regions.
 
-    Args:
-        plans: the plans to choose from, the fastest first; the result has the same order.
+    The plans come in order of speed, the fastest first, and stay in this order.
     """
     enough_s = plans[0].seconds + max(REGION_COST * plans[0].seconds, INSIGNIFICANT_S)
     near = [plan for plan in plans if plan.seconds <= enough_s]
@@ -419,8 +422,6 @@ def _thriftiest(plans: Sequence[_Plan]) -> _Plan:
 
 
 class _Planner:
-    """Builds and compares plans for one fleet and payload."""
-
     def __init__(self, fleet: Sites, payload_bytes: int, chunk_bytes: int) -> None:
         self._fleet, self._payload_bytes, self._chunk_bytes = fleet, payload_bytes, chunk_bytes
         self._has_regions = len(set(fleet.regions)) > 1
@@ -486,10 +487,10 @@ class _Planner:
 def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
     """Return each node's parents, preferred first, in a plan that is a single chain.
 
-    The chain has the relays first, then the workers that can be dialled; all other nodes are
+    The chain has the relays first, then the workers that can be dialled. All other nodes are
     leaves. The learner does not send its own address, since each node has already reached the
     learner. A suspected node serves only leaves, because a leaf may be unable to reach the learner.
-    In the list of a leaf's parents, suspected nodes stand just before the learner.
+    In a leaf's list of parents, suspected nodes stand just before the learner.
 
     Args:
         sites: every live node except the learner, in a stable order (the order of joining).
@@ -515,23 +516,25 @@ nodes that join at about the same time cause only one plan."""
 REPLAN_S = 10.0
 """Seconds between two plans while versions take long to spread."""
 NEWS_S = 2.0
-"""If an uplink was measured for the first time since the last plan, the next plan follows this many
-seconds after the last plan. Several probes end at about the same time, and the plan can use them
-all."""
+"""The next plan follows the last one by this many seconds if an uplink was first measured since.
+
+Several probes end at about the same time, and the plan can use them all.
+"""
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
-"""Share of the predicted time that another plan must save to replace the plan in force: the first
-between broadcasts, the second during a broadcast."""
+"""Share of the predicted time that another plan must save to replace the plan in force.
+
+The first value applies between broadcasts, the second during a broadcast.
+"""
 WORTHWHILE_S = 0.5
 MAX_REBUILT = 64
-"""If a node that can serve joins or leaves, and the fleet has at most this number of nodes, the
-plan is made from scratch."""
+"""Largest fleet for which a plan is made from scratch when a serving node joins or leaves."""
 ASSUMED_PAYLOAD_BYTES = 1 << 30
 """Assumed size of a version, in bytes, before the first version is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What the planner knows about the links at one instant."""
+    """The planner's knowledge of the links at one instant."""
 
     learner: Site
     sites: tuple[Site, ...]
@@ -570,7 +573,7 @@ class _View:
 
 
 class Planner:
-    """Holds the learner's plan in force, and decides when to make another one."""
+    """Holds the learner's plan in force, and decides when to make another plan."""
 
     def __init__(self, *, learner: Site, chunk_bytes: int) -> None:
         """Start with no nodes and no plan.
@@ -630,7 +633,7 @@ class Planner:
     ) -> dict[str, TopologyPlan]:
         """Make a plan again and return the plan of every node, changed or not.
 
-        Workers on standby get no weights, so they do not slow down the workers that generate, and
+        Workers on standby get no weights. So they do not slow down the workers that generate, and
         no traffic for them is paid. When they are activated again, they fetch what they lack, like
         a node that joins late.
 
@@ -670,7 +673,7 @@ class Planner:
     ) -> list[tuple[str, TopologyPlan]]:
         """Make a plan again; return (node id, plan) of each node whose parents change.
 
-        For the arguments see `plan`.
+        The arguments are those of `plan`.
         """
         plans = self.plan(
             nodes, uplink_bytes_per_s=uplink_bytes_per_s, now=now, is_between=is_between
@@ -702,7 +705,7 @@ class Planner:
         return broadcast_s
 
     def _survey(self, nodes: Sequence[PlannedNode], uplink_bytes_per_s: float | None) -> _View:
-        """Return what is known about the links of these nodes and of the learner."""
+        """Return the known facts about the links of these nodes and of the learner."""
         # Relays come first where no rate is known: they exist to serve.
         ordered = sorted(nodes, key=lambda node: node.role != "relay")
         suspects = {name for node in ordered for name in node.stats.suspects}
@@ -752,8 +755,8 @@ class Planner:
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
         """Make a plan that is a single chain with the relays first.
 
-        This plan is used if the learner's address is not known. Without the address, a node that
-        has reached the learner through a relay cannot fetch weights from the learner.
+        This plan is used if the learner's address is not known. Without the address, a node behind
+        a relay cannot fetch weights from the learner.
         """
         self.epoch += 1
         return {

@@ -1,14 +1,16 @@
 """Sites: the nodes as the topology planner sees them, by number.
 
-The learner has the number 0, and the nodes are numbered from 1 in the order given, so that plans
-are lists of integers.
+The learner has the number 0, and the nodes are numbered from 1 in the order given. So plans are
+lists of integers.
 
 Rates that are not measured yet are assumed. An unknown uplink is the median of the known uplinks,
-the learner's included; an unknown uplink of the learner is the largest known uplink; if no uplink
+the learner's included. An unknown uplink of the learner is the largest known uplink. If no uplink
 is known, all are assumed to be equal. An unknown downlink is assumed to be no limit, because
-downlinks are known only for nodes that are limited by them. A node that cannot be dialled, or that
-is suspected of having sent a corrupt chunk, serves no other node, so its uplink counts as 0. The
-uplink of a straggler counts as 0, too, because its downlink is too slow to feed children.
+downlinks are known only for nodes that are limited by them.
+
+Some nodes serve no other node, so their uplink counts as 0. These are nodes that cannot be dialled,
+nodes that are suspected of having sent a corrupt chunk, and stragglers. A straggler's downlink is
+too slow to feed children.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ ASSUMED_BYTES_PER_S = 12.5e6
 nodes matter."""
 
 STRAGGLER_SHARE = 0.5
-"""A node is a straggler if its downlink is slower than this share of the rate that the uplinks
-could give every node. No plan waits for a straggler."""
+"""A node is a straggler if its downlink is slower than this share of a certain rate.
+
+The rate is that which the uplinks could give every node. No plan waits for a straggler.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,11 @@ class Site:
     """Rate of the node's uplink to all children together, bytes per second; None before a transfer
     has measured it."""
     downlink_bytes_per_s: float | None = None
-    """Rate of the node's downlink, bytes per second. If the node receives as fast as its parent can
-    send, the rate is unknown, and the value is None (`weights/rates.py`)."""
+    """Rate of the node's downlink, bytes per second.
+
+    If the node receives as fast as its parent can send, the rate is unknown, and the value is None
+    (`weights/rates.py`).
+    """
     region: str = ""
     """Name of the node's region; empty if it is unknown, so that no link of the node counts as a
     link between regions."""
@@ -105,13 +112,13 @@ class Sites:
         return self.rtts_from(self.names[first], self.names[second])
 
     def is_crossing(self, sender: int, receiver: int) -> bool:
-        """Return whether a link leads from one region to another; both regions must be known."""
+        """Return whether a link crosses regions; both regions must be known."""
         first, second = self.regions[sender], self.regions[receiver]
         return first != second and first != "" and second != ""
 
     @property
     def best_rate(self) -> float:
-        """The upper bound, in bytes per second, on the rate at which a plan can feed all receivers.
+        """The upper bound on the rate at which a plan can feed all receivers, in bytes per second.
 
         Stragglers do not count as receivers.
         """
@@ -149,7 +156,7 @@ def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], 
 def _uplink_rate(uplinks: Sequence[float]) -> float:
     """Return the rate that all uplinks together could give every receiver.
 
-    The learner's uplink is the first; no receiver can get more than the learner sends.
+    The learner's uplink is the first. No receiver can get more than the learner sends.
     """
     return min(uplinks[0], math.fsum(uplinks) / max(1, len(uplinks) - 1))
 
@@ -181,9 +188,10 @@ def downlink_limits(
     *,
     root: str,
 ) -> dict[str, float]:
-    """Return the downlink rates, in bytes per second, of the nodes whose downlink is the limit.
+    """Return the downlink rates of the nodes that are limited by their downlink.
 
-    The downlink of a node is the limit if its parent could clearly send it more.
+    The rates are in bytes per second. The downlink is the limit if the node's parent could clearly
+    send it more.
 
     Args:
         parents: the node from which each node fetched weights.

@@ -76,7 +76,7 @@ def order(parents: Tree) -> list[int]:
 
 
 def num_children(parents: Tree) -> list[int]:
-    """Return how many children each node has in the tree, by the node's number."""
+    """Return each node's number of children in the tree, by the node's number."""
     counts = [0] * len(parents)
     for parent in parents:
         if parent >= 0:

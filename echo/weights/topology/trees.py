@@ -1,15 +1,15 @@
 """Builds the trees from which a plan is chosen: star, chain and degree-bounded tree.
 
-A tree for the rate r gives each receiver one link of this rate, so a node with the uplink u has
+A tree for the rate r gives each receiver one link of this rate. So a node with the uplink u has
 floor(u / r) **slots** for children. Every receiver needs one slot. A node with slots takes one slot
-and adds at least one, so a tree can always be grown from the learner through the nodes with slots,
+and adds at least one. So a tree can always be grown from the learner through the nodes with slots,
 those with the most slots first, and be completed with leaves. So a rate is possible if and only if
-there are enough slots, and bisection finds the largest possible rate.
+there are enough slots. Bisection finds the largest possible rate.
 
-Slots are assigned so that one link enters each region, and none enters the learner's region: the
-version crosses into each other region once. So the slots within each region also limit the rate. If
-a single entry into a region would slow the version down by more than REGION_COST, the region gets
-more entries.
+Slots are assigned so that one link enters each region, and none enters the learner's region. So the
+version crosses into each other region once, and the slots within each region also limit the rate.
+If a single entry into a region would slow the version down by more than REGION_COST, the region
+gets more entries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEADROOM = 1.25
 """Slots are counted for a rate of at most this multiple of the best possible rate."""
 
 _STEPS = 50
-"""Number of bisections of the interval of the rate: enough for the precision of a float."""
+"""Number of bisections of the rate's interval, for the precision of a float."""
 
 
 def star(fleet: Sites) -> list[int]:
@@ -46,9 +46,9 @@ def star(fleet: Sites) -> list[int]:
 def chain(fleet: Sites) -> list[int] | None:
     """Return a chain of the nodes that can serve children; all others are its leaves.
 
-    The chain goes region by region, the learner's region first, and within a region always to the
-    nearest node. A leaf's parent is the end of the chain or a node with unused uplink, in its own
-    region if possible. None if the nodes cannot serve enough children.
+    The chain goes region by region, the learner's region first. Within a region it always goes to
+    the nearest node. A leaf's parent is the end of the chain or a node with unused uplink, in its
+    own region if possible. The result is None if the nodes cannot serve enough children.
     """
     slots = slots_of(fleet, does_spare_learner=True)
     if slots is None:
@@ -103,7 +103,7 @@ def bounded_tree(
 def slots_of(
     fleet: Sites, *, does_spare_learner: bool, share: float = 1.0, groups: Sequence[int] = ()
 ) -> list[int] | None:
-    """Return the slots of each node: how many children it can serve at the largest possible rate.
+    """Return each node's slots: how many children it can serve at the largest possible rate.
 
     None if the nodes cannot serve enough children at any rate.
 
@@ -145,11 +145,11 @@ def slots_of(
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
-    """Return, for each region, the least number of links whose sender is in this region.
+    """Return, for each region, the least number of links whose sender is in it.
 
-    One node of a region gets the version from another region, and all others get it from a node of
+    One node of a region gets the version from another region. All others get it from a node of
     their own region. In the learner's region all nodes get it from within, and one more link leads
-    to another region.
+    out.
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
@@ -165,7 +165,7 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return how many children each node shall serve; `slots` has the most that it can serve."""
+    """Return how many children each node shall serve; `slots` has the most that it can."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
@@ -196,8 +196,6 @@ def _deal(slots: list[int], groups: list[int]) -> list[int]:
 
 
 class _Grower:
-    """Grows a tree from the learner outwards, node by node."""
-
     def __init__(
         self, fleet: Sites, places: list[int], groups: list[int], load_s: list[float]
     ) -> None:
@@ -225,8 +223,8 @@ class _Grower:
 
         Nodes that may serve children are attached first, and then the leaves. Nodes of the
         learner's region come first, because otherwise a link would have to lead back into this
-        region. Then the other regions follow in order of the number of children that they can serve
-        in further regions, the largest number first.
+        region. Then the other regions follow, in order of the number of children that they can
+        serve in further regions, the largest number first.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
@@ -262,14 +260,14 @@ class _Grower:
     def _exporter(self) -> int:
         """Return the region from which a link shall lead to another region.
 
-        Of the regions in which an attached node can serve more children, this is the region with
-        the most slots beyond its own need.
+        An attached node of the region must be able to serve more children. Of these regions, it is
+        the one with the most slots beyond its own need.
         """
         regions = [group for group, nodes in enumerate(self._open) if nodes]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
     def _chunk_times(self, parents: list[int], node: int) -> list[float]:
-        """Return the time at which a first chunk of 1 MB would reach a node from each parent."""
+        """Return when a first chunk of 1 MB would reach a node from each parent."""
         lags, load_s, rtt_s = self._lags, self._load_s, self._fleet.rtt_s
         return [lags[p] + load_s[p] * 1e6 + rtt_s(p, node) / 2 for p in parents]
 
