@@ -1,4 +1,4 @@
-"""Group-relative advantages: each rollout is compared with the other rollouts of its prompt.
+"""Group-relative advantages, which compare the rollouts of a prompt.
 
 Shapes: N groups, G group size.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 STD_FLOOR = 1e-4
-"""Number added to the standard deviation of a group's rewards, as in TRL, so that advantages stay
+"""Number added to the standard deviation of a group's rewards, as in TRL. It keeps advantages
 finite if the rewards are nearly equal.
 """
 
@@ -25,11 +25,11 @@ def group_advantages(
 
     A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
     leave-one-out the mean is over the other rollouts: r_ng - mean_{h != g}(r_nh), which is G / (G -
-    1) times the value above. A group whose rewards are all equal gets exactly 0; the rounding of
-    its mean has no effect. With value_beta b the baseline is not the mean but V_n = b ln mean_g
-    exp(r_ng / b): the largest value that a policy reaches on this prompt if it pays b nats of
-    reward per nat of KL to the sampler. V is between the mean (b large) and the largest reward (b
-    near 0).
+    1) times the value above. A group whose rewards are all equal gets exactly 0.
+
+    With value_beta b the baseline is V_n = b ln mean_g exp(r_ng / b) in place of the mean. A policy
+    that pays b of reward per nat of KL to the sampler reaches at most V_n on this prompt. V is
+    between the mean (b large) and the largest reward (b near 0).
 
     Args:
         rewards: [N, G] floating point, G >= 2.
@@ -47,7 +47,7 @@ def group_advantages(
     leave-one-out: RLOO, arXiv:2402.14740; V: OAPL, arXiv:2602.19362, eq. 2.
     Differs from the paper: nothing but the floor of the standard deviation.
     Limits: after division by the standard deviation, groups with almost all rollouts right or
-    almost all wrong have the largest advantages; this function cannot see that a group has lost
+    almost all wrong have the largest advantages. This function cannot detect that a group has lost
     rollouts.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:

@@ -1,8 +1,8 @@
 """Balanced micro-batches: bins of equal work, divided among ranks in rounds.
 
-Ranks that train one model together meet at every layer, so a round (one micro-batch on each rank)
-lasts as long as its heaviest micro-batch. First-fit leaves one bin nearly empty, and ranks wait for
-each other. Here all bins get nearly the same work, and the heaviest bins are in one round.
+Ranks that train one model together wait for each other at every layer. A round is one micro-batch
+on each rank. It lasts as long as its heaviest micro-batch. First-fit would leave one bin nearly
+empty. Here all bins get nearly the same work, and the heaviest bins are in one round.
 
 Source: the greedy rule of scheduling, longest processing time first (R. L. Graham, 1969).
 Differs from the source: a bin holds a bounded number of tokens, and the function finds the number
@@ -27,10 +27,10 @@ def balanced_rounds(
     num_ranks: int = 1,
     group_index: Sequence[int] | None = None,
 ) -> list[list[Bin]]:
-    """Return the rows divided into rounds; a round has one micro-batch for each rank.
+    """Divide rows into rounds of one micro-batch for each rank.
 
-    The heaviest round comes first, so that a lack of memory shows at once. A row is never cut: a
-    row longer than `max_tokens` gets a micro-batch of its own. With `group_index` a group is never
+    The heaviest round comes first, so that a lack of memory shows at once. A row is never cut. If
+    it is longer than `max_tokens`, it gets its own micro-batch. With `group_index` a group is never
     cut either.
 
     Args:
@@ -41,7 +41,7 @@ def balanced_rounds(
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
 
     Returns:
-        A bin for each round and rank; each index is in exactly one bin. A bin is empty only if
+        A bin for each round and rank. Each index is in exactly one bin. A bin is empty only if
         there are not enough rows for all ranks. The result depends on the arguments alone.
     """
     if max_tokens < 1 or num_ranks < 1:
@@ -67,7 +67,7 @@ def balanced_rounds(
 def _fewest(
     units: Sequence[tuple[float, int, Bin]], max_tokens: int, num_ranks: int
 ) -> list[tuple[float, Bin]]:
-    """Return the work and the rows of each bin, for the fewest rounds into which the units fit.
+    """Return the work and the rows of each bin, for the fewest rounds that suffice.
 
     The number of rounds is found by bisection with `_fill`. Each unit is (work, tokens, rows).
     """
@@ -90,10 +90,10 @@ def _fewest(
 def _fill(
     units: Sequence[tuple[float, int, Bin]], num_bins: int, max_tokens: int
 ) -> list[tuple[float, Bin]] | None:
-    """Put each unit (work, tokens, rows), heaviest first, into the lightest bin that can hold it.
+    """Put each unit (work, tokens, rows), heaviest first, into the lightest possible bin.
 
     Returns:
-        The work and the rows of each bin; None if some unit fits into no bin.
+        The work and the rows of each bin; None if a unit fits into no bin.
     """
     contents: list[Bin] = [[] for _ in range(num_bins)]
     works = [0.0] * num_bins

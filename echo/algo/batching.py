@@ -1,19 +1,23 @@
-"""Micro-batches of rollouts under a budget of tokens, as padded rows or as one packed row.
+"""Micro-batches of rollouts, as padded rows or as one packed row.
 
-The input of a rollout is its prompt and its completion without the last token, from which no scored
-token is predicted. A padded row has one rollout and padding on its right. Under causal attention no
-real token attends to the padding, so the row needs no attention mask, and its positions count from
-0. A packed row has several rollouts one after the other, and the model must keep these apart
-(train/models/packing.py). Rollouts of one prompt may share it: the packed row then has the prompt
-once, before their completions. A packed row may be filled to one of a few sizes, with tokens that
-attend to themselves alone. Padded rows may be filled to one of a few lengths, and further rows of
-padding may make their number a power of two. Only the model's input differs; a loss gets the same
-[B, T] tensors.
+The input of a rollout is its prompt and its completion, without the last token. No scored token is
+predicted from the last token.
+
+A padded row has one rollout and padding on its right. Under causal attention no real token attends
+to the padding. So the row needs no attention mask, and its positions count from 0. Padded rows may
+be filled to one of a few lengths. Further rows of padding may make their number a power of two.
+
+A packed row has several rollouts one after the other, and the model must keep them apart
+(train/models/packing.py). Rollouts may share their prompt. The packed row then has the prompt once,
+before their completions. A packed row may be filled to one of a few sizes, with tokens that attend
+to themselves alone.
+
+Only the model's input differs. A loss gets the same [B, T] tensors.
 
 A rollout may have several chains (core/chains.py). A packed row has each piece of such a rollout
 once, and a piece attends to the tokens before it in its chains. In padded rows, and for models that
-cannot share tokens, each chain is a segment of its own and repeats the tokens that it has in common
-with other chains. In both cases each completion token is predicted once, so a loss gets a rollout
+cannot share tokens, each chain is a separate segment. It repeats the tokens that it has in common
+with other chains. In both cases each completion token is predicted once. So a loss gets a rollout
 of several chains as one row.
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
@@ -39,18 +43,18 @@ from echo.kernels.contract import FurtherIds, Pairs
 from echo.kernels.logprob import IdSets
 
 PAD_ID = 0
-"""Input id of padding; it may be any id of the vocabulary, since no scored token attends to it."""
+"""Input id of padding. Any id of the vocabulary would do, since no scored token attends to padding.
+"""
 
 MIN_SAVED = 0.2
-"""Rollouts share a prompt only if that saves at least this share of their tokens. Attention is
-slower with shared prompts. If fewer tokens are saved, a CPU loses more time in attention than it
-saves elsewhere.
+"""Smallest share of tokens that sharing a prompt must save. Attention is slower with shared
+prompts. If fewer tokens are saved, a CPU loses more time in attention than it saves elsewhere.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingRow:
-    """One rollout with its prompt and its advantage, as the trainer takes it."""
+    """One rollout with its prompt and its advantage, as the trainer's input."""
 
     prompt_ids: npt.NDArray[np.int32]
     """[P] token ids of the prompt."""
@@ -94,9 +98,9 @@ class TrainingRow:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """For each piece of the rollout, two numbers: its inputs, and the tokens before the piece.
+        """Return each piece's number of inputs and number of tokens before it.
 
-        The tokens before a piece are those of its chain. The first piece includes the prompt.
+        Only tokens of the piece's chain count. The first piece includes the prompt.
         """
         tree = self.tree
         if tree is None:
@@ -130,15 +134,18 @@ RowRuns = tuple[tuple[int, int], ...]
 class Segments:
     """Segments of a packed row of L tokens.
 
-    A segment is a rollout, a prompt that several rollouts share, a completion after such a prompt,
-    or a piece of a rollout of several chains.
+    A segment is one of these:
+
+    * a rollout
+    * a prompt that several rollouts share, or a completion after such a prompt
+    * a piece of a rollout of several chains
     """
 
     lengths: tuple[int, ...]
     """Number of tokens of each segment; on the host, so that no reader has to wait for a GPU."""
     prefixes: tuple[RowRuns, ...]
-    """For each segment, the runs of tokens in the row that it continues: the prompt that it shares,
-    and the pieces before it. There are no runs if nothing comes before the segment.
+    """For each segment, the runs of tokens in the row that it continues. These are its shared
+    prompt and the pieces before it.
     """
     ends: Tensor
     """[n + 1] int32: the place in the row where each of the n segments starts, then L."""
@@ -197,7 +204,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LikelyTokens:
-    """The sampler's most likely ids at each scored token; M ids for all tokens together."""
+    """The sampler's most likely ids at each scored token, M ids in all."""
 
     ids: FurtherIds
     """The M ids. `ids.rows` has, for each id, the index 0..N-1 of its scored token."""
@@ -208,7 +215,7 @@ class LikelyTokens:
 
     @staticmethod
     def of(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> LikelyTokens | None:
-        """Return the likely ids of the scored tokens, on the CPU; None if no rollout has such ids.
+        """Return the likely ids of the scored tokens, None if no rollout has any.
 
         Args:
             rollouts: the rollouts of a micro-batch.
@@ -255,14 +262,14 @@ class MicroBatch:
     token_ids: Tensor
     """[B, T] int64: ids of the completion tokens."""
     predictors: Tensor
-    """[B, T] int64: place in the flattened input whose output predicts each completion token."""
+    """[B, T] int64: place in the flattened input that predicts each completion token."""
     sampler_logprobs: Tensor
     """[B, T] float32: log-probability of each completion token under the sampler, nats."""
     completion_mask: Tensor
     """[B, T] bool: whether each token is trained (or scored, see `collate`); False in padding."""
     scored: Tensor
-    """[N] int64: the places in the flattened [B, T] where `completion_mask` is True: the scored
-    tokens. The host computes these places: if a GPU found them, the host would have to wait.
+    """[N] int64: the places of the scored tokens in the flattened [B, T], where `completion_mask`
+    is True. The host computes them, so that it need not wait for a GPU.
     """
     advantages: Tensor
     """[B] float32: advantage of each rollout."""
@@ -281,9 +288,8 @@ class MicroBatch:
     None if all were drawn from the whole vocabulary.
     """
     lacking: Pairs | None = None
-    """The few ids that the sampler excluded when it drew scored tokens from the rest of the
-    vocabulary. Each pair is the index 0..N-1 of a scored token, and an excluded id. None if there
-    are no pairs.
+    """The few ids that the sampler excluded for scored tokens. Each pair is the index 0..N-1 of a
+    scored token, and an excluded id. None if there are no pairs.
     """
     likely: LikelyTokens | None = None
     """The sampler's most likely ids at each scored token; None if workers send no likely ids."""
@@ -295,7 +301,7 @@ class MicroBatch:
     """
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return two numbers for each chain or segment: its tokens, and the tokens before it.
+        """Return each chain's or segment's number of tokens, and of tokens before it.
 
         Padded rows have chains, and packed rows have segments.
 
@@ -310,11 +316,11 @@ class MicroBatch:
         return spans[: len(spans) - self.num_filled]
 
     def pick(self, values: Tensor) -> Tensor:
-        """Return the [N] values at the scored tokens of [B, T] values, in the order of `scored`."""
+        """Return the [N] values at the scored tokens, in the order of `scored`."""
         return values.flatten().index_select(0, self.scored)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return a [B, T] tensor with the [N] values at the scored tokens, and 0 elsewhere."""
+        """Return [B, T] values: `values` [N] at the scored tokens, 0 elsewhere."""
         shape = self.completion_mask.shape
         return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
 
@@ -355,9 +361,10 @@ def _moved_pairs(pairs: Pairs, device: torch.device) -> Pairs:
 
 
 def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> Pairs | None:
-    """Return the ids that the sampler excluded when it drew scored tokens (`MicroBatch.lacking`).
+    """Return the ids that the sampler excluded for scored tokens.
 
-    None if no rollout has recorded excluded ids.
+    The result is the value of `MicroBatch.lacking`. It is None if no rollout has recorded excluded
+    ids.
 
     Args:
         rollouts: the rollouts.
@@ -381,7 +388,7 @@ def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -
 
 
 def id_sets(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> IdSets | None:
-    """Return the supports of the scored tokens; None if no scored token has a support.
+    """Return the supports of the scored tokens, None if there are none.
 
     Args:
         rollouts: the rollouts; the support of a token is the set of ids that it was drawn from.
@@ -427,23 +434,23 @@ def pack_micro_batches(
     group_index: Sequence[int] | None = None,
     by_powers: bool = False,
 ) -> list[list[int]]:
-    """Return the rows divided into micro-batches of up to `max_tokens` tokens, padding counted.
+    """Divide rows into micro-batches of up to `max_tokens` tokens with padding.
 
-    Rows of similar length are put together, longest first, so that there is little padding and a
-    lack of memory shows in the first micro-batch. A row is never cut: a row longer than
-    `max_tokens` gets a micro-batch of its own. With `group_index` a group is never cut either.
+    Rows of similar length are put together, so that there is little padding. The longest come
+    first, so that a lack of memory shows at once. A row is never cut. If it is longer than
+    `max_tokens`, it gets its own micro-batch. With `group_index` a group is never cut either.
 
     Args:
         lengths: tokens of each row, including the padding that the row would have alone, >= 1.
         max_tokens: bound on a micro-batch's number of rows times its longest row, inclusive.
-        counts: for each row, the number of padded rows that it takes, which is the number of its
-            chains; None if each row takes one padded row.
+        counts: the number of padded rows for each row, one for each of its chains. None if each row
+            takes one padded row.
         group_index: group of each row, to keep groups whole; None lets rows go anywhere.
-        by_powers: whether the number of rows of each micro-batch is a power of two; without effect
+        by_powers: whether the number of rows of each micro-batch is a power of two. Without effect
             if groups are kept whole.
 
     Returns:
-        The row indices of each micro-batch; each index occurs exactly once. The result depends on
+        The row indices of each micro-batch. Each index occurs exactly once. The result depends on
         the arguments alone.
     """
     if max_tokens < 1:
@@ -468,7 +475,7 @@ def pack_micro_batches(
 
 
 def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
-    """Divide a micro-batch into parts whose numbers of rows are powers of two, largest first."""
+    """Divide a micro-batch into parts of 2**n rows each, largest first."""
     while indices:
         number = 1 << len(indices).bit_length() - 1
         yield indices[:number]
@@ -478,11 +485,10 @@ def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
 def share_prompts(
     rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Gather the rows of each prompt into units, in which the prompt can be shared.
+    """Gather the rows of each prompt into units that can share it.
 
-    A unit has at most half the tokens of a micro-batch, so that several units fit into one
-    micro-batch. The rows of a unit share their prompt only if that saves at least MIN_SAVED of the
-    tokens that the rows have without sharing.
+    A unit has at most half the tokens of a micro-batch, so that several units fit into one. The
+    rows of a unit share their prompt only if that saves at least MIN_SAVED of their tokens.
 
     Args:
         rows: rows of one prompt have the same array object as `prompt_ids`.
@@ -490,9 +496,9 @@ def share_prompts(
         whole: group of each row, if groups must not be cut; None otherwise.
 
     Returns:
-        Two numbers for each row: how many tokens it adds to a packed row, and the number of its
-        unit. The tokens of a shared prompt count for the first row of the unit. Rows with the same
-        unit share their prompt.
+        For each row, the number of tokens that it adds to a packed row, and the number of its unit.
+        The tokens of a shared prompt count for the first row of the unit. Rows with the same unit
+        share their prompt.
     """
     gathered: list[list[int]] = []
     sizes: list[int] = []  # tokens of each unit
@@ -524,7 +530,7 @@ does not go through the model has the place -1."""
 
 @dataclass(slots=True)
 class _Row:
-    """Segments that are being put together: one packed row, or padded rows one after another."""
+    """Segments of a packed row, or of padded rows one after another, under construction."""
 
     lengths: list[int] = field(default_factory=list)
     prefixes: list[RowRuns] = field(default_factory=list)
@@ -533,7 +539,7 @@ class _Row:
     size: int = 0
 
     def add(self, length: int, prefix: RowRuns = ()) -> int:
-        """Append a segment, unless its length is 0; return the place where it starts in the row."""
+        """Append a segment, unless its length is 0. Return its start in the row."""
         start = self.size
         if length:
             self.lengths.append(length)
@@ -542,7 +548,7 @@ class _Row:
         return start
 
     def put(self, start: int, *ids: npt.NDArray[np.int32]) -> None:
-        """Put input ids into the row, from the place `start` on."""
+        """Put input ids into the row from `start` on."""
         for part in ids:
             self.ids.append((start, part))
             start += len(part)
@@ -557,7 +563,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Layout:
-    """A row under construction, and where each sample is in it."""
+    """A row under construction, and the place of each sample."""
 
     row: _Row = field(default_factory=_Row)
     starts: list[tuple[int, int]] = field(default_factory=list)
@@ -572,9 +578,9 @@ class _Layout:
 
         Args:
             sample: the sample.
-            prompt: where a prompt that the sample shares starts in the row; None if the sample's
-                prompt is appended with it.
-            width: number of tokens that the segment is filled to, on the right; 0 to fill nothing.
+            prompt: start of the sample's shared prompt in the row. None if the sample's own prompt
+                is appended.
+            width: number of tokens to which the segment is filled on the right; 0 to fill nothing.
         """
         ids, num_prompt = sample.rollout.token_ids[:-1], len(sample.prompt_ids)
         if prompt is None:
@@ -589,8 +595,8 @@ class _Layout:
     def add_pieces(self, sample: TrainingRow, tree: Tree, prompt: int | None = None) -> None:
         """Append the pieces of a sample of several chains, each as a segment.
 
-        `prompt` is where a prompt that the sample shares starts in the row. If it is None, the
-        prompt is appended as the beginning of the first piece.
+        `prompt` is the start of the sample's shared prompt in the row. If it is None, the prompt is
+        appended with the first piece.
         """
         ids, num_prompt = _all_ids(sample), tree.num_prompt
         places: Places = np.full(len(ids), -1, np.int64)
@@ -608,7 +614,7 @@ class _Layout:
         self._add_tree(places)
 
     def add_chains(self, sample: TrainingRow, tree: Tree, width: int = 0) -> None:
-        """Append the chains of a sample, each as a segment that is filled to `width` tokens."""
+        """Append each chain of a sample as a segment filled to `width` tokens."""
         ids, num_prompt = _all_ids(sample), tree.num_prompt
         places: Places = np.full(len(ids), -1, np.int64)
         for chain in tree.chains:
@@ -628,7 +634,7 @@ def _all_ids(sample: TrainingRow) -> npt.NDArray[np.int32]:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
-    """Return the runs; if a run begins where the run before ends, both are joined."""
+    """Join each run that begins where the run before ends."""
     joined: list[tuple[int, int]] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:
@@ -639,7 +645,7 @@ def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
 
 
 def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
-    """Return one row in which each chain is alone, filled on the right to `width` tokens."""
+    """Return one row in which each chain is alone, filled to `width` tokens."""
     layout = _Layout()
     for sample in samples:
         tree = sample.tree
@@ -651,7 +657,7 @@ def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
 
 
 def _padded_rows(samples: Sequence[TrainingRow], sizes: RowSizes, max_tokens: int) -> _Layout:
-    """Return one padded row for each chain, and then the rows that consist of padding only."""
+    """Return one padded row for each chain, and then rows of padding only."""
     lengths = [length for sample in samples for length in sample.chain_inputs]
     width = sizes.width(max(lengths), max_tokens=max_tokens)
     layout = _apart(samples, width)
@@ -685,11 +691,11 @@ def _together(samples: Sequence[TrainingRow], units: Sequence[int]) -> _Layout:
 def _predictors(
     samples: Sequence[TrainingRow], layout: _Layout, is_token: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """Return [B, T] places of the inputs that predict the completion tokens.
+    """Return the places of the inputs that predict the completion tokens, [B, T].
 
     The place is 0 in padding, and -1 for a token that no input predicts. The prompt's last token
     predicts the first completion token, and each completion token predicts the next. In a rollout
-    of several chains, a token is predicted by the token before it in its chain.
+    of several chains, the token before it in its chain predicts a token.
     """
     columns = np.arange(is_token.shape[1])
     starts = np.array([start for _, start in layout.starts], np.int64)
@@ -720,17 +726,15 @@ def collate(
     """Return the samples as one micro-batch on the CPU.
 
     Args:
-        samples: at least one sample; either all samples have proximal log-probabilities or no
-            sample has.
+        samples: at least one sample. Either all or none have proximal log-probabilities.
         score_all: whether `completion_mask` covers every completion token, not only trained tokens.
         is_packed: whether to put all samples into one row.
-        shares_tokens: whether chains share tokens in a packed row; if not, each chain is a segment
-            of its own.
-        units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
+        shares_tokens: whether chains share tokens in a packed row. If not, each chain is a separate
+            segment.
+        units: unit of each sample in a packed row. Neighbours of the same unit share their prompt.
             None if no prompt is shared.
         row_sizes: sizes that rows are filled to; None to fill no row.
-        max_tokens: limit of a micro-batch's tokens; filling by `row_sizes` does not exceed this
-            limit.
+        max_tokens: limit of a micro-batch's tokens, also for filling by `row_sizes`.
     """
     units = range(len(samples)) if units is None else units
     row_sizes = row_sizes or RowSizes()
@@ -784,7 +788,7 @@ def collate(
 def _padded(
     is_token: npt.NDArray[np.bool_], values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """Return the values of each rollout as a row of a [B, T] array, with 0 in padding.
+    """Return the values of each rollout as a row of a [B, T] array, 0 in padding.
 
     `is_token` is False in padding.
     """

@@ -5,8 +5,8 @@ to losses whose own ratio is taken against that proximal policy. A ratio against
 contains the weight, so only decoupled PPO takes weights.
 
 Masks take whole rollouts out of a loss. Masks read the ratio and do not multiply by it, so they can
-be put around any loss over rollouts. Dropped tokens stay in the normaliser, as in AReaL, so that
-dropping tokens does not scale up the others.
+be put around any loss over rollouts. Dropped tokens stay in the normaliser, as in AReaL. So the
+weight of the other tokens does not grow.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded).
 """
@@ -57,7 +57,7 @@ def importance_weights(
     Source: token TIS: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training" (2025); MIS/IcePop: arXiv:2510.18855; bounds as in verl and slime.
     Differs from the paper: no lower bound, which IcePop has; the log-ratio is limited to 20.
-    Limits: the product over a long rollout goes far below or above any bound; prefer the token
+    Limits: the product over a long rollout goes far below or above any bound, so prefer the token
     forms.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
@@ -73,21 +73,21 @@ def importance_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMasks:
-    """Bounds beyond which rollouts are left out of a loss; None switches a bound off.
+    """Bounds beyond which rollouts are left out of a loss. None is no bound.
 
     geometric   keep where low <= exp(mean_t log r_t) <= high
     veto        keep where min_t r_t >= veto
     opsm        keep where A >= 0 or mean_t(-log r_t) <= opsm
 
-    r is learner / sampler before the step; it carries no gradient.
+    r is learner / sampler before the step, without gradient.
 
     Source: geometric mask and veto: verl and slime; off-policy sequence masking: DeepSeek-V3.2,
     arXiv:2512.02556.
     Differs from the paper: nothing; OPSM's divergence is taken against the policy that sampled.
     Limits: the usual geometric bounds (.99 to 1.01) are made for engines that round differently.
     Under staleness these bounds drop nearly every rollout, so the geometric mask is off by default.
-    If an engine's numerics cause the mismatch, the veto drops long rollouts most often, since one
-    token is enough.
+    If an engine's numerics cause the mismatch, the veto drops long rollouts most often: one token
+    is enough.
     """
 
     geometric_low: float | None = None
@@ -106,7 +106,7 @@ class RolloutMasks:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return, by the name of each mask, whether it drops each rollout: [B] bool."""
+        """Return which rollouts each mask drops, [B] bool by name."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)
@@ -125,9 +125,9 @@ class RolloutMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLoss:
-    """A loss that is taken over only those rollouts that its masks keep.
+    """A loss over only the rollouts that its masks keep.
 
-    `dropped/<reason>` counts the tokens of the rollouts that a mask drops; a rollout may be dropped
+    `dropped/<reason>` counts the tokens of the rollouts that a mask drops. A rollout may be dropped
     for several reasons.
     """
 
@@ -147,7 +147,7 @@ class MaskedLoss:
         return needs_of(self.loss)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of the rollouts that are kept, divided by the counts of all rollouts."""
+        """Return the loss of the kept rollouts, divided by the counts of all."""
         mask = inputs.completion_mask
         dropped = self.masks.dropped(inputs)
         keep = torch.ones_like(mask[:, 0])

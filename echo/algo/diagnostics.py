@@ -1,6 +1,6 @@
 """Diagnostics of training: length bias, group statistics, sampler mismatch.
 
-The diagnostics need no model: they use rewards, lengths and log-probabilities that a step already
+The diagnostics need no model. They use rewards, lengths and log-probabilities that a step already
 has.
 """
 
@@ -45,30 +45,32 @@ class LengthBias:
     """Lengths of delivered completions, compared with the lengths of trained completions."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
-        """Start without groups; each sample keeps the lengths of its last `window` groups."""
+        """Start without groups. Each sample keeps the lengths of its last `window` groups."""
         self.window = window
         self._delivered: dict[int, tuple[int, ...]] = {}
         self._trained: deque[tuple[int, ...]] = deque(maxlen=window)
 
     def delivered(self, group: Group) -> None:
-        """Record the lengths of a finished group, whether it will be trained or not."""
+        """Record the lengths of a finished group, trained or not."""
         self._delivered[group.group_id] = _lengths(group)
 
     def trained(self, groups: Iterable[Group]) -> None:
         self._trained.extend(_lengths(group) for group in groups)
 
     def metrics(self, *, oldest_open: int | None) -> dict[str, float]:
-        """Return metrics that compare both samples; empty until both have MIN_GROUPS groups.
+        """Return metrics that compare both samples.
+
+        The result is empty until both samples have MIN_GROUPS groups.
 
         Args:
             oldest_open: id of the first granted group that has not ended; None if all have ended.
-                Later groups are left out of the delivered sample: among these, groups with short
+                Later groups are left out of the delivered sample, since among them short
                 completions are delivered first.
 
         Returns:
-            `lengths/{trained,sampled}/{mean,p90}` in tokens; `lengths/bias`, the difference of the
-            two means as a share of the sampled mean; `lengths/ks`, the largest distance between the
-            two cumulative distributions, 0 to 1.
+            `lengths/{trained,sampled}/{mean,p90}` in tokens. `lengths/bias` is the difference of
+            the two means as a share of the sampled mean. `lengths/ks` is the largest distance
+            between the two cumulative distributions, 0 to 1.
         """
         ids = [i for i in sorted(self._delivered) if oldest_open is None or i < oldest_open]
         for group_id in ids[: -self.window]:
@@ -96,7 +98,7 @@ def _flat(groups: Iterable[tuple[int, ...]]) -> npt.NDArray[np.int64]:
 
 
 def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
-    """Return the Kolmogorov-Smirnov distance, 0 to 1, of two samples sorted in ascending order."""
+    """Return the Kolmogorov-Smirnov distance of two sorted samples, 0 to 1."""
     points = np.concatenate([a, b])
     below_a = np.searchsorted(a, points, side="right") / len(a)
     below_b = np.searchsorted(b, points, side="right") / len(b)
@@ -110,7 +112,7 @@ def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """Counts and sums over groups, all 0 by default, from which metrics of rewards are computed."""
+    """Counts and sums over groups for the metrics of rewards, 0 by default."""
 
     num_groups: int = 0
     num_rollouts: int = 0
@@ -124,17 +126,17 @@ class GroupStats:
     num_all_wrong: int = 0
     """Number of groups whose rewards are all equal, and 0 or less."""
     num_unscored: int = 0
-    """Number of groups with fewer than two rewards; such groups count here and in no other sum."""
+    """Number of groups with fewer than two rewards. They count in no other sum."""
     part_sums: Mapping[str, float] = field(default_factory=dict)
     """Sum of each part of rewards, by its name."""
     part_counts: Mapping[str, int] = field(default_factory=dict)
     """Number of rewards that have each part."""
     num_mixed: int = 0
-    """Number of groups whose tokens were sampled by more than one policy version."""
+    """Number of groups with tokens of more than one policy version."""
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> Self:
-        """Return the counts and sums over `groups`, each of which has at least one reward."""
+        """Return the counts and sums over groups that have at least one reward."""
         groups = list(groups)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts]
@@ -163,7 +165,7 @@ class GroupStats:
         return type(self)(**sums)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics reward/*, completions/* and groups/*; empty if there are no groups."""
+        """Return the metrics reward/*, completions/* and groups/*."""
         if not self.num_groups:
             return {}
         mean = self.reward_sum / self.num_rollouts
@@ -190,7 +192,6 @@ T = TypeVar("T", int, float)
 
 
 def _summed(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Return, for each name, the sum of its numbers."""
     sums: dict[str, T] = {}
     for name, number in pairs:
         sums[name] = sums[name] + number if name in sums else number
@@ -204,7 +205,7 @@ RATIO, MAX_RATIO, ESS, KL = "is_ratio/mean", "is_ratio/max", "ess", "mismatch_kl
 
 
 def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return the sums from which `mismatch_metrics` computes each metric, as float64 scalars.
+    """Return the sums for `mismatch_metrics`, as float64 scalars.
 
     Args:
         learner_logprobs: [N] nats under the policy being trained; N >= 1.
@@ -223,14 +224,15 @@ def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[st
 def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return the statistics of the importance ratio r = pi / mu over a batch of N tokens.
 
-    is_ratio/mean and is_ratio/max of r; ess = (sum r)^2 / (N sum r^2), the effective sample size as
-    a share of N, 1 if all ratios are equal; mismatch_kl = mean(r - 1 - log r), an unbiased and
-    never negative estimate of KL(mu || pi) in nats per token.
+    is_ratio/mean and is_ratio/max are of r. ess = (sum r)^2 / (N sum r^2) is the effective sample
+    size as a share of N. It is 1 if all ratios are equal. mismatch_kl = mean(r - 1 - log r) is an
+    estimate of KL(mu || pi) in nats per token, unbiased and never negative.
 
     Args:
         sums: from `mismatch_sums`: the sums of r, of r^2 (as "ess") and of r - 1 - log r, and the
             largest r.
         num_tokens: N.
+
     Source: the estimator k3 of J. Schulman, "Approximating KL Divergence" (2020); Kish's effective
     sample size.
     """
@@ -258,11 +260,11 @@ MAX_ROLLOUT_LOG_RATIO = 20.0
 
 
 def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return three float64 scalars: number of rollouts, sum of their ratios, sum of the squares.
+    """Return the rollouts' number, sum of ratios and sum of squares, float64.
 
     Args:
         log_ratios: [B, T] log(learner / sampler) of each token, nats.
-        mask: [B, T] bool, trained tokens; a rollout without trained tokens does not count.
+        mask: [B, T] bool, trained tokens. A rollout without trained tokens does not count.
     """
     has_tokens = mask.any(1)
     of_rollout = log_ratios.detach().double().where(mask, 0.0).sum(1)
@@ -276,18 +278,18 @@ def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def rollout_ess(sums: Mapping[str, float]) -> float:
-    """Return the effective sample size of B rollouts, as a share of B; NaN without rollouts.
+    """Return the effective sample size of B rollouts as a share of B.
 
-    w_i = prod_t pi(t) / mu(t) over the rollout's tokens;  ess = (sum_i w_i)^2 / (B sum_i w_i^2), 1
-    if all w_i are equal, and 1 / B if one rollout outweighs all others.
+    w_i = prod_t pi(t) / mu(t) over the rollout's tokens;  ess = (sum_i w_i)^2 / (B sum_i w_i^2). It
+    is 1 if all w_i are equal, 1 / B if one rollout outweighs all others, and NaN without rollouts.
 
     Args:
         sums: from `rollout_ratio_sums`.
 
     Source: VCPO, arXiv:2602.17616, rho_ess.
     Differs from the paper: |log w| is limited to 20.
-    Limits: the product over a long rollout varies so much that few rollouts outweigh the others,
-    even if each token's ratio is near 1.
+    Limits: the product over a long rollout varies much, even if each token's ratio is near 1. So a
+    few rollouts outweigh the others.
     """
     square = sums[NUM_ROLLOUTS] * sums[ROLLOUT_SQUARE]
     return sums[ROLLOUT_RATIO] ** 2 / square if square else math.nan
@@ -307,7 +309,7 @@ MAX_LOG_RATIO = 50.0
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over the trained tokens of some groups, from which their mismatch is computed."""
+    """Sums over the trained tokens of some groups, for their mismatch."""
 
     num_tokens: float = 0.0
     log_ratio: float = 0.0
@@ -322,11 +324,14 @@ class Mismatch:
 
     @property
     def mean_kl(self) -> float:
-        """Estimate of KL(sampler || learner), nats per token; 0 if there are no tokens."""
+        """Estimate of KL(sampler || learner), nats per token; 0 without tokens."""
         return self.kl / self.num_tokens if self.num_tokens else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return means per token, and the effective sample size (a share); empty without tokens."""
+        """Return means per token, and the effective sample size as a share.
+
+        The result is empty without tokens.
+        """
         if not self.num_tokens:
             return {}
         return {
@@ -345,7 +350,7 @@ def mismatch_by_group(
     group_of: Tensor,
     num_groups: int,
 ) -> Tensor:
-    """Return the sums of each group, [G, 6] float64, in the order of the fields of `Mismatch`.
+    """Return each group's sums, [G, 6] float64, in the order of `Mismatch`.
 
     Args:
         learner_logprobs: [N] nats under the policy being trained.

@@ -2,12 +2,11 @@
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch. So the
 gradient does not depend on how the batch is divided. A rollout without an advantage counts only in
-the normaliser. So leaving it out does not change the gradient, unless the loss needs such rollouts.
-A loss declares further inputs in `needs`, and the caller provides them.
+the normaliser. It can be left out without a change of the gradient, unless the loss needs such
+rollouts. A loss declares further inputs in `needs`, and the caller provides them.
 
-Every loss here corrects by the ratio of learner to sampler, and applies it once.
-`losses.DecoupledPpoLoss` alone has a weight as well, because its ratio is against a proximal policy
-between the two.
+Every loss here corrects once by the ratio of learner to sampler. Only `losses.DecoupledPpoLoss` has
+a weight as well, because its ratio is against a proximal policy between the two.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
@@ -30,18 +29,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossNeeds:
-    """Inputs that a loss needs from the caller, beside the inputs that every loss gets."""
+    """Inputs that a loss needs beside the inputs of every loss."""
 
     every_rollout: bool = False
     """Whether rollouts without an advantage must be given to the loss too, since it has a gradient
     for them.
     """
     whole_groups: bool = False
-    """Whether all rollouts of a group must be in one micro-batch, also rollouts without an
-    advantage. A large group may exceed the limit of tokens and take more memory.
+    """Whether all rollouts of a group must be in one micro-batch, even without an advantage. A
+    large group may exceed the limit of tokens and take more memory.
     """
     group_expectation: bool = False
-    """Whether `LossInputs.log_expectation` is needed; groups that have lost a member are then left
+    """Whether `LossInputs.log_expectation` is needed. Groups that have lost a member are then left
     out.
     """
     batch_scores: bool = False
@@ -76,7 +75,7 @@ class BatchScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LikelyIds:
-    """The sampler's most likely ids at each token of a micro-batch; M ids for all tokens."""
+    """The sampler's most likely ids at each token of a micro-batch, M in all."""
 
     places: Tensor
     """[M] int64, ascending: for each id, the place of its token in the flattened [B, T]."""
@@ -86,14 +85,14 @@ class LikelyIds:
     """[M] nats of each id under the distribution that was sampled from; without gradient."""
 
     def sum(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """Return, for each token of [B, T], the sum of the [M] values of its ids; 0 without ids."""
+        """Return the sum of each token's values [M], as [B, T]; 0 without ids."""
         ends = torch.arange(shape.numel() + 1, device=self.places.device)
         offsets = torch.searchsorted(self.places, ends)
         return _SegmentSums.apply(values, offsets, self.places).view(shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SegmentSums(torch.autograd.Function):
-    """Sums of consecutive values by segment, added in a fixed order on every device."""
+    """Sums of consecutive values by segment, in the same order on every device."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, places: Tensor) -> Tensor:
@@ -163,9 +162,9 @@ class LossOutput:
     loss: Tensor
     """Scalar; the loss of the batch is the sum of this scalar over its micro-batches."""
     token_counts: dict[str, Tensor]
-    """Scalars without gradient by metric: the number of trained tokens for which the metric's
-    condition held, or the sum of the metric's value over the trained tokens. The trainer divides
-    each by the number of tokens that went through the loss.
+    """Scalars without gradient by metric. Each is the number of trained tokens for which the
+    metric's condition held, or the sum of the metric over them. The trainer divides each by the
+    number of tokens that went through the loss.
     """
 
 
@@ -173,18 +172,18 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def needs_of(loss: Loss) -> LossNeeds:
-    """Return the `needs` of a loss; `LossNeeds()` if the loss has no such attribute."""
+    """Return the `needs` of a loss, or `LossNeeds()` if it has none."""
     needs: LossNeeds = getattr(loss, "needs", LossNeeds())
     return needs
 
 
 def required(value: T | None, name: str, loss: object) -> T:
-    """Return `value`, after checking that it was provided.
+    """Return `value`, and check that it was provided.
 
     The value is an input that is optional in general, but that this loss needs.
 
     Raises:
-        ValueError: if the value is None; the text names the input and the loss.
+        ValueError: if the value is None. The message names the input and the loss.
     """
     if value is None:
         raise ValueError(f"LossInputs.{name} is missing, and {type(loss).__name__} needs it")
@@ -194,7 +193,7 @@ def required(value: T | None, name: str, loss: object) -> T:
 def masked_log_ratio(inputs: LossInputs) -> Tensor:
     """Return [B, T] log(learner / sampler), limited to -20..20, and 0 outside the mask.
 
-    Padding may hold NaN. `torch.where` removes a NaN there; a product with the mask would keep it.
+    Padding may hold NaN. `torch.where` removes the NaN. A product with the mask would keep it.
     """
     log_ratio = inputs.learner_logprobs - inputs.sampler_logprobs
     log_ratio = torch.where(inputs.completion_mask, log_ratio, 0.0)
@@ -212,8 +211,8 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 def aggregate(token_losses: Tensor, inputs: LossInputs, how: Aggregation) -> Tensor:
     """Return the scalar loss of this micro-batch from [B, T] token losses.
 
-    token_mean: every token of the batch has the same weight. sequence_mean: every rollout has the
-    same weight, which is divided equally among its tokens.
+    With token_mean every token of the batch has the same weight. With sequence_mean every rollout
+    has the same weight, divided equally among its tokens.
     """
     if how == "sequence_mean":
         means = sequence_mean(token_losses, inputs.completion_mask)

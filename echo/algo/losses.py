@@ -87,18 +87,21 @@ def clipped_surrogate(
     clip_high: float | None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped loss l of each element, and a mask of clipped elements for each metric.
+    """Return each element's clipped loss l, and the clip masks by metric.
 
     l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 with dual clip c also l <= -c A.
 
-    `clip_ratio/low` marks elements with A < 0 and r < 1 - low, `clip_ratio/high` marks A > 0 and
-    r > 1 + high, and `clip_ratio/dual` marks A < 0 and r > c. Marked elements have no gradient.
-    `clip_ratio/mean` marks an element that any of the three marks.
+    clip_ratio/low     A < 0 and r < 1 - low
+    clip_ratio/high    A > 0 and r > 1 + high
+    clip_ratio/dual    A < 0 and r > c
+    clip_ratio/mean    any of the three
+
+    Each name is a mask of the elements with its condition. These elements have no gradient.
 
     Args:
         ratio: any shape; carries the gradient.
         advantages: any shape that broadcasts to the shape of `ratio`.
-        mask: bool, same shape as `ratio`; only masked elements are marked as clipped.
+        mask: bool, same shape as `ratio`. Only masked elements count as clipped.
         clip_low: width of the range below 1; None for no bound.
         clip_high: width of the range above 1; None for no bound.
         dual_clip: bound on the ratio where the advantage is negative, None for no bound.
@@ -125,7 +128,7 @@ def find_clips(
     clip_high: float | None,
     dual_clip: float | None,
 ) -> dict[str, Tensor]:
-    """Return a mask of clipped elements for each metric, as `clipped_surrogate` describes them."""
+    """Return the clip masks of `clipped_surrogate` by metric."""
     low = 0.0 if clip_low is None else 1.0 - clip_low
     high = float("inf") if clip_high is None else 1.0 + clip_high
     is_negative = advantages < 0
@@ -144,10 +147,10 @@ def find_clips(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedTokenLoss:
-    """Base of the losses on clipped token ratios, whose clipped term a kernel may compute.
+    """Base of the losses on clipped token ratios.
 
     A kernel can compute a token's clipped loss together with its log-probability
-    (kernels/logprob.py): `fused_clip` is not None if this loss allows it, and `from_tokens` takes
+    (kernels/logprob.py). If the loss allows this, `fused_clip` is not None, and `from_tokens` takes
     the kernel's result.
     """
 
@@ -170,11 +173,11 @@ class ClippedTokenLoss:
         raise NotImplementedError
 
     def from_tokens(self, token_losses: Tensor, ratios: Tensor, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch from token losses that a fused kernel computed.
+        """Return the loss of one micro-batch from a fused kernel's token losses.
 
         Args:
-            token_losses: [B, T] clipped surrogates, 0 outside the mask; they carry the gradient.
-            ratios: [B, T] probability under the learner over that under the sampler; without
+            token_losses: [B, T] clipped surrogates with gradient, 0 outside the mask.
+            ratios: [B, T] probability under the learner over probability under the sampler, without
                 gradient.
             inputs: the micro-batch.
         """
@@ -218,9 +221,8 @@ class GrpoLoss(ClippedTokenLoss):
     Source: GRPO, arXiv:2402.03300; clip-higher and token mean: DAPO, arXiv:2503.14476; dual clip:
     arXiv:1912.09729.
     Differs from the paper: the ratio is taken against the sampler's own log-probabilities, several
-    versions old. So the ratio is the importance weight as well, and no other correction may be
-    multiplied in. By default the mean is over tokens; there is no KL term; |log r| is limited to
-    20.
+    versions old. So it is the importance weight as well, and no other correction may be multiplied
+    in. By default the mean is over tokens. There is no KL term. |log r| is limited to 20.
     Limits: clipped tokens have no gradient, and under large staleness most ratios leave the range.
     """
 
@@ -252,23 +254,23 @@ class DapoLoss(GrpoLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrGrpoLoss(ClippedTokenLoss):
-    """GRPO without its two biases: division by a rollout's length and by the rewards' deviation.
+    """GRPO without division by a rollout's length and by the rewards' deviation.
 
     l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
-    completion tokens. It is used with the advantages r - mean(r), not normalised.
+    completion tokens. The advantages are r - mean(r), not normalised.
 
     Source: Dr. GRPO, arXiv:2503.20783, section 3.2 and appendix A (the constant normaliser).
     Differs from the paper: the ratio is taken against the sampler; clip-higher; |log r| is limited
     to 20; rollouts without any trained token do not count.
     Limits: if completions are much shorter than L_max, the gradient is small in proportion. AdamW
-    is invariant to that scale; plain SGD is not.
+    is invariant to the gradient's scale. Plain SGD is not.
     """
 
     max_completion_tokens: int
     """L_max, the bound on completion tokens; >= 1."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the sum of the token losses, divided by the largest possible number of tokens."""
+        """Return the sum of the token losses over the largest number of tokens."""
         divisor = inputs.num_rollouts * self.max_completion_tokens
         return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
 
@@ -276,11 +278,10 @@ class DrGrpoLoss(ClippedTokenLoss):
 def loglinear_logprobs(
     learner_logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor
 ) -> Tensor:
-    """Return estimated log-probs under the version before the learner's, [B, T], without gradient.
+    """Estimate log-probabilities under the version before the learner's, [B, T].
 
     log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. The estimate
-    assumes that the policy has moved evenly, in log space, over the s steps since the token was
-    sampled.
+    assumes that the policy has moved evenly, in log space, over the s steps. It has no gradient.
 
     Args:
         learner_logprobs: [B, T] nats under the learner's policy, pi.
@@ -298,22 +299,23 @@ def loglinear_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledPpoLoss:
-    """PPO around a recent proximal policy, weighted by that policy's ratio to the sampler.
+    """PPO around a recent proximal policy, with a weight for staleness.
 
     u_t = pi(t) / prox(t);  w_t = bounded prox(t) / mu(t), without gradient (corrections.py);
     l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A);  loss = sum_t l_t / num_tokens, where
     num_tokens counts masked tokens as well. u serves the trust region, and w corrects for
-    staleness; without the bound on w, their product is the ratio to the sampler.
+    staleness. Without the bound on w, u w would be the ratio to the sampler.
 
-    proximal = "recompute": the learner's policy at the start of the step. In the first update of a
-    step u is 1, so the clip never acts, and the loss is the policy gradient under bounded
-    importance weights; the clip acts from the second update on. proximal = "loglinear": the policy
-    one version earlier, interpolated by each token's staleness (`loglinear_logprobs`), so the clip
-    acts on the change of one version.
+    With proximal = "recompute", the proximal policy is the learner's at the start of the step. In
+    the first update of a step u is 1, so the clip never acts. The loss is then the policy gradient
+    under bounded importance weights. The clip acts from the second update on.
+
+    With proximal = "loglinear", it is the policy one version earlier, interpolated by each token's
+    staleness (`loglinear_logprobs`). So the clip acts on the change of one version.
 
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5.
     Differs from the paper: w is bounded (in the paper it is not); |log u| is limited to 20.
-    Limits: token_tis has a bias towards tokens that the sampler preferred; the masking weights drop
+    Limits: token_tis has a bias towards tokens that the sampler preferred. The masking weights drop
     tokens.
     """
 
@@ -342,7 +344,7 @@ class DecoupledPpoLoss:
         return LossNeeds(proximal_logprobs=self.proximal == "recompute")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, and how many tokens are clipped or have weight 0.
+        """Return the loss of one micro-batch, with counts of clipped and dropped tokens.
 
         `dropped/importance` counts the tokens whose importance weight is 0.
         """
@@ -412,8 +414,8 @@ MAX_TAIL_RATIO = 100.0
 def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
     """Return rho of each token, [B, T], without gradient.
 
-    rho is the sampler's probability of the tail divided by the learner's. The tail consists of the
-    ids that are not among the likely ids. If the learner's tail is empty, rho is 1.
+    rho is the sampler's probability of the tail divided by the learner's. The tail is all ids
+    except the likely ids. If the learner's tail is nearly empty, rho is 1.
     """
     learner, sampler = (
         (1.0 - likely.sum(logprobs.detach().exp(), shape)).clamp(min=0.0)
@@ -426,7 +428,7 @@ def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
 def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
     """Return the centering term C of each token, [B, T], from its m and alpha.
 
-    `m` is [M], a value for each likely id; `alpha` is [B, T], a value for each token.
+    `m` is [M], a value for each likely id. `alpha` is [B, T], a value for each token.
     """
     of_id = alpha.flatten().index_select(0, likely.places)
     weights = m - of_id * likely.learner_logprobs.detach().exp()
@@ -434,9 +436,9 @@ def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
 
 
 def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, high: float) -> Tensor:
-    """Return the centering term C of each token, [B, T], if every token has a weight of its own.
+    """Return the centering term C of each token, [B, T], for weights of tokens.
 
-    The weight of a token is clip(pi / mu, low, high); `high` may be infinite.
+    The weight of a token is clip(pi / mu, low, high). `high` may be infinite.
     """
     learner = likely.learner_logprobs.detach().exp()
     sampler = likely.sampler_logprobs.exp()
@@ -450,10 +452,10 @@ def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, hig
 
 
 def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> Tensor:
-    """Return the centering term C of each token, [B, T], if all tokens of a rollout share a weight.
+    """Return the centering term C of each token, [B, T], for weights of rollouts.
 
-    `weights` is [B], and its gradient is not used. A rollout that is clipped has a weight of 0, so
-    its tokens have a C of 0.
+    `weights` is [B], and its gradient is not used. A clipped rollout has a weight of 0, so its
+    tokens have a C of 0.
     """
     of_token = weights.detach()[:, None].expand(mask.shape)
     of_id = of_token.flatten().index_select(0, likely.places)
@@ -468,16 +470,16 @@ def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CispoLoss:
-    """The policy gradient under clipped importance weights, in which no token loses its gradient.
+    """The policy gradient under clipped importance weights.
 
-    l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t);  loss = sum_t l_t / num_tokens, with sg
-    the stop-gradient.
+    l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t);  loss = sum_t l_t / num_tokens, with sg the
+    stop-gradient. Every token has a gradient.
 
     Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
     Differs from the paper: the ratio is taken against the sampler; no KL term; |log r| is limited
     to 20.
-    Limits: the weights are biased towards tokens the sampler preferred; the loss's value has no
-    meaning, only its gradient.
+    Limits: the weights are biased towards tokens that the sampler preferred. Only the loss's
+    gradient has a meaning, not its value.
     """
 
     clip_low: float | None = 1.0
@@ -497,7 +499,7 @@ class CispoLoss:
         return LossNeeds(likely_ids=self.score_centering)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, and the number of tokens whose weight was clipped."""
+        """Return the loss of one micro-batch, and the number of clipped weights."""
         mask = inputs.completion_mask
         low = 0.0 if self.clip_low is None else 1.0 - self.clip_low
         high = float("inf") if self.clip_high is None else 1.0 + self.clip_high
@@ -521,7 +523,7 @@ class CispoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DppoTvLoss:
-    """A trust region on the change of a token's probability instead of its ratio.
+    """A trust region on the change of a token's probability, not its ratio.
 
     keep_t = not (A > 0 and pi - mu > gap) and not (A < 0 and mu - pi > gap), in probability;
     l_t = -keep_t r_t A + c (log r_t)^2;  loss = sum_t l_t / num_tokens. |pi - mu| is the total
@@ -530,9 +532,9 @@ class DppoTvLoss:
     Source: DPPO (binary TV), arXiv:2602.04879; the term in (log r)^2: prime-rl, after Kimi-K2.5,
     arXiv:2602.02276.
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20;
-    prime-rl's term is off by default (prime-rl has c = 1e-3). Limits: r itself is not bounded, so a
-    token with a tiny probability under the sampler can have a large weight while its probability
-    stays small. With c > 0, rollouts without an advantage are trained as well.
+    prime-rl's term is off by default (prime-rl has c = 1e-3).
+    Limits: r itself is not bounded. So a token that both policies find unlikely can have a large
+    weight. With c > 0, rollouts without an advantage are trained as well.
     """
 
     max_probability_gap: float = 0.2
@@ -562,11 +564,11 @@ class DppoTvLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SapoLoss:
-    """A smooth gate on the ratio in place of the clip, largest at r = 1 and never 0.
+    """A smooth gate on the ratio in place of the clip.
 
     f(r) = (4 / tau) sigmoid(tau (r - 1));  l_t = -f(r_t) A, with tau by the sign of A;  loss = mean
-    over rollouts of the mean over their tokens. df/dr = 1 at r = 1, so on-policy the gradient is
-    the policy gradient.
+    over rollouts of the mean over their tokens. The slope df/dr is largest at r = 1, and never 0.
+    At r = 1 it is 1, so on-policy the gradient is the policy gradient.
 
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20.
@@ -601,8 +603,8 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
     """Return the limit below which squared log-ratios are kept.
 
     The largest values are dropped until the mean of the kept values is at most the bound. The limit
-    is half-way between the smallest dropped value and the largest kept value, so that rounding
-    cannot move a token across the limit. Equal values are dropped together.
+    is half-way between the smallest dropped and the largest kept value. So rounding cannot move a
+    token across the limit. Equal values are dropped together.
 
     Args:
         moments: [N] squared log-ratios, N >= 0; infinity for a token that does not count.
@@ -627,18 +629,18 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class M2poLoss:
-    """A bound on the second moment of a batch's log-ratios, enforced by masking the worst tokens.
+    """A bound on the second moment of a batch's log-ratios.
 
-    Among the tokens that PPO could clip (A > 0 and r > 1, or A < 0 and r < 1), those with the
-    largest (log r)^2 are masked until the mean over the rest is at most the bound;  l_t = -r_t A
-    for the tokens that remain;  loss = sum_t l_t / num_tokens.
+    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. Of these tokens, the ones
+    with the largest (log r)^2 are masked until the mean over the rest is at most the bound.
+
+    l_t = -r_t A for the tokens that remain;  loss = sum_t l_t / num_tokens.
 
     Source: M2PO, arXiv:2510.01161, algorithm 1 and eq. 5 (the authors' code turns the bound into a
     clip range; this follows the paper).
     Differs from the paper: mean over the batch's tokens, not over each rollout's; |log r| is
     limited to 20.
-    Limits: the bound is on the whole batch, so a first pass without gradient has to score the
-    batch.
+    Limits: the bound is on the whole batch, so a first pass without gradient has to score it.
     """
 
     needs: ClassVar[LossNeeds] = LossNeeds(batch_scores=True)
@@ -669,9 +671,9 @@ class M2poLoss:
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return, by the name of each clip, the number of trained tokens in clipped rollouts.
+    """Return the number of trained tokens in clipped rollouts, by clip.
 
-    Each clip is [B] bool, True for a clipped rollout; the mask is [B, T].
+    Each clip is [B] bool, True for a clipped rollout. The mask is [B, T].
     """
     lengths = mask.sum(1)
     return {name: (where * lengths).sum() for name, where in clips.items()}
@@ -688,9 +690,9 @@ class GspoLoss:
     Differs from the paper: the ratio is taken against the sampler, several versions old. The
     paper's range of 3e-4 / 4e-4 (section 5.1) would clip most of such a batch, so the range is
     wider. The limit of 20 on |log r| is applied to each token, before the mean.
-    Limits: the mean over a rollout moves far less than a token does, so a range made for tokens (.2
-    / .28) hardly ever acts. The default was the best of three ranges on completions of 24 tokens
-    (bench/bench_staleness.py); on longer completions the clip acts less often.
+    Limits: a rollout's mean moves far less than a token's ratio, so a range made for tokens (.2 /
+    .28) hardly ever acts. The default was the best of three ranges on completions of 24 tokens
+    (bench/bench_staleness.py). On longer completions the clip acts less often.
     """
 
     clip_low: float | None = 0.02
@@ -732,21 +734,21 @@ class GspoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OaplLoss:
-    """Regression of a rollout's log-ratio on its advantage; no importance weight, no clip.
+    """Regression of a rollout's log-ratio on its advantage.
 
     R_i = sum_t ln(pi(t) / mu(t));  loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with
     A_i = r_i - V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py).
-    The policy that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So
-    that policy is the minimum of the loss, whatever policy the rollouts were sampled from.
+    The policy that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So it
+    minimises the loss for rollouts of any policy. There is no importance weight and no clip.
 
     Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3. The paper was not at
     hand: formula and constants are taken from two implementations in forks of NeMo RL, whose tests
     quote the paper.
-    Differs from the paper: mu is the policy that sampled, which changes with every version; in the
+    Differs from the paper: mu is the policy that sampled, which changes with every version. In the
     paper it changes every L steps. Groups of equal rewards, whose A is 0, are left out. |log r| of
     a token is limited to 20.
-    Limits: beta alone holds the policy back. At the minimum a rollout's log-ratio is A / beta,
-    which at 1e-3 is hundreds of nats.
+    Limits: only beta limits the change of the policy. At the minimum a rollout's log-ratio is A /
+    beta, which at 1e-3 is hundreds of nats.
     """
 
     beta: float = 1e-3
@@ -776,13 +778,14 @@ class OaplLoss:
 
 
 def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
-    """Return the log of the group expectation of the sampler's probability, for each rollout.
+    """Return the log of the group expectation E for each rollout.
 
-    log E = logsumexp_i(2 lq_i) - logsumexp_i(lq_i) over the group: the mean of q weighted by q.
+    log E = logsumexp_i(2 lq_i) - logsumexp_i(lq_i) over the group. E is the mean of the sampler's
+    probabilities q, weighted by q.
 
     Args:
         mean_logprobs: [N] mean log-prob per token of each rollout under its sampler, nats; finite.
-        group_index: [N] int64 from 0, equal within a group; groups are complete and have two or
+        group_index: [N] int64 from 0, equal within a group. Groups are complete and have two or
             more members.
 
     Returns:
@@ -792,7 +795,7 @@ def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
         ValueError: if a group has one member only, or a value is not finite.
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3 and listing 1.
-    Differs from the paper: computed in log space; the numbers are the same.
+    Differs from the paper: computed in log space, with the same result.
     """
     values = mean_logprobs.detach()
     if not bool(values.isfinite().all()):
@@ -823,16 +826,17 @@ class GepoLoss:
     l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
     loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler.
 
-    gate_kl > 0 is GEPO+: for a rollout whose KL_i is below the gate, w_i is p_i / q_i as in GSPO,
-    since the expectation E would add bias and hardly reduce the variance. The gate has no gradient.
+    gate_kl > 0 is GEPO+: if KL_i is below the gate, w_i is p_i / q_i as in GSPO. There E would add
+    bias and hardly reduce the variance. The gate has no gradient.
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
-    Differs from the paper: the expectation is over the group, while the published numbers come from
-    random mixed micro-batches; a group that lost a member is left out; k3 is limited; the KL term
-    is off by default (the paper's best coefficient is .005); |log w| is limited to 20. Limits: w is
-    not 1 even on-policy; only its mean under q / sum(q) is. The estimate is biased in exchange for
-    less variance. For mixtures see the comment above `group_log_expectation`. The clip acts on w,
-    which compares a rollout with its group and does not say how far the policy has moved.
+    Differs from the paper: the expectation is over the group. The published numbers come from
+    random mixed micro-batches. A group that lost a member is left out. k3 is limited. The KL term
+    is off by default (the paper's best coefficient is .005). |log w| is limited to 20.
+    Limits: w is not 1 even on-policy. Only its mean under q / sum(q) is 1. The estimate is biased
+    in exchange for less variance. For mixtures see the comment above `group_log_expectation`. The
+    clip acts on w, which compares a rollout with its group and does not measure how far the policy
+    has moved.
     """
 
     clip_low: float | None = 0.2
@@ -854,7 +858,7 @@ class GepoLoss:
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, and the tokens in clipped and in gated rollouts."""
+        """Return the loss of one micro-batch, with counts of clipped and gated tokens."""
         mask = inputs.completion_mask
         has_tokens = mask.any(1)
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
@@ -899,18 +903,17 @@ class ReferenceKlLoss:
     loss = inner + c sum_t w_t k_t / num_tokens, with k_t one of k1, k2, k3 of learner and reference
     and w_t = min(pi(t) / mu(t), 2), learner over sampler. The sampler drew the tokens, so only
     weighted terms estimate the learner's divergence. The weight has a gradient for k1 and k3, and
-    none for k2. So below the cap all three have the same expected gradient, w log(pi / ref) grad
-    log pi, which is the gradient of the divergence.
+    none for k2. So below the cap all three have the same expected gradient: w log(pi / ref) grad
+    log pi. It is the gradient of the divergence.
 
-    Every rollout is trained, even a rollout without an advantage, since the divergence has a
-    gradient for each.
+    Every rollout is trained, even without an advantage, since its divergence has a gradient.
 
-    Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020);
-    with importance weights: slime's unbiased KL.
-    Differs from the paper: the mean is over the batch's tokens, and terms have importance weights,
+    Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020); with
+    importance weights: slime's unbiased KL.
+    Differs from the paper: the mean is over the batch's tokens. Terms have importance weights,
     since tokens may be stale.
-    Limits: at the cap the weight is constant, so the gradient of a token is its estimator's
-    gradient times the cap.
+    Limits: at the cap the weight is constant, so a token's gradient is the cap times its
+    estimator's.
     """
 
     loss: Loss
@@ -937,7 +940,7 @@ class ReferenceKlLoss:
         )
 
     def _penalties(self, inputs: LossInputs, reference: Tensor) -> Tensor:
-        """Return the penalties w_t k_t without the factor c, [B, T]; 0 outside the mask."""
+        """Return the penalties w_t k_t, [B, T], 0 outside the mask."""
         mask = inputs.completion_mask
         learner = torch.where(mask, inputs.learner_logprobs, 0.0)
         values = KL_ESTIMATORS[self.estimator](learner, torch.where(mask, reference, 0.0))
@@ -947,11 +950,11 @@ class ReferenceKlLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyBonusLoss:
-    """A loss minus c times the policy's mean entropy, so that the policy explores for longer.
+    """A loss minus c times the policy's mean entropy, for longer exploration.
 
     loss = inner - c sum_t H(pi(. | context of t)) / num_tokens.
 
-    Every rollout is trained, even a rollout without an advantage, since its entropy has a gradient.
+    Every rollout is trained, even without an advantage, since its entropy has a gradient.
 
     Source: A3C, arXiv:1602.01783, section 4; PPO, arXiv:1707.06347, eq. 9.
     Differs from the paper: the mean is over the batch's trained tokens.
@@ -996,11 +999,11 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
     "sapo": SapoLoss,
     "dppo_tv": DppoTvLoss,
 }
-"""The class of every loss by its usual name; a loss's options are the fields of its class."""
+"""The class of every loss by its usual name. A loss's options are the fields of its class."""
 
 
 def make_loss(kind: str, **options: Any) -> Loss:
-    """Return the loss called `kind`; the options are the fields of the loss's class."""
+    """Return the loss called `kind`, with the fields of its class as options."""
     return LOSSES[kind](**options)
 
 

@@ -1,12 +1,11 @@
-"""Sizes that rows of tokens are filled to, so that a model computes rows of few different sizes.
+"""Sizes to which rows of tokens are filled, so that few sizes occur.
 
-For 16-bit products a CPU's library keeps code and buffers for each number of tokens that it has
-computed. So on a CPU packed and padded rows are filled. A GPU's library keeps a plan for each
-length of padded rows, so on a GPU padded rows are lengthened. No plan depends on the length of a
-packed row.
+For 16-bit products a CPU's library keeps code and buffers for each number of tokens. So on a CPU
+packed and padded rows are filled. A GPU's library keeps a plan for each length of padded rows. So
+on a GPU padded rows are lengthened. No plan depends on the length of a packed row.
 
-Filling is the tokens that are added to a row. A packed row takes the smallest fitting size that the
-run has had already, if filling is then at most MAX_REUSED of the run's tokens. Otherwise the row
+The tokens that are added to a row are called filling. A packed row takes the smallest fitting size
+that the run has had, if filling is then at most MAX_REUSED of the run's tokens. Otherwise the row
 adds a size to the run's sizes.
 """
 
@@ -30,8 +29,8 @@ tokens. The difference to MAX_FILLED is left for rows of new sizes.
 """
 
 NUM_CREDITED = 4
-"""When the share of filling is computed for a row, the row counts as if this number of full rows of
-the same size came after it. Without these rows, a run's first row would have to be nearly full.
+"""Number of full rows of the same size that are assumed to follow a row when the share of filling
+is computed. Without them, a run's first row would have to be nearly full.
 """
 
 LONG_TOKENS = 4096
@@ -41,8 +40,8 @@ PLAN_TOKENS = 512
 """On a GPU, padded rows of LONG_TOKENS and more are lengthened to a multiple of this number."""
 
 SHORT_PLAN_TOKENS = 128
-"""On a GPU, shorter padded rows are lengthened to a multiple of this number, if that adds less than
-MAX_LENGTHENED of their length.
+"""On a GPU, shorter padded rows are lengthened to a multiple of this number. This must add less
+than MAX_LENGTHENED of their length.
 """
 
 MAX_LENGTHENED = 0.1
@@ -59,7 +58,7 @@ def filled_size(num_tokens: int, *, max_tokens: int, per_octave: int = SIZES_PER
 
     Args:
         num_tokens: number of tokens of the row before it is filled, >= 1.
-        max_tokens: limit of a micro-batch's tokens; filling never exceeds this limit.
+        max_tokens: limit of a micro-batch's tokens, also with filling.
         per_octave: number of sizes between a number of tokens and its double.
     """
     step = max(1, (1 << num_tokens.bit_length() - 1) // per_octave)
@@ -71,7 +70,7 @@ def filled_size(num_tokens: int, *, max_tokens: int, per_octave: int = SIZES_PER
 class RowSizes:
     """Chooses the sizes that the rows of one model are filled to.
 
-    `max_tokens` of the methods is the limit of a micro-batch's tokens, which filling never exceeds.
+    `max_tokens` of the methods is the limit of a micro-batch's tokens, also with filling.
     """
 
     fills: Fills = "nothing"
@@ -80,12 +79,12 @@ class RowSizes:
     limit.
     """
     _sizes: set[int] = field(default_factory=set)
-    """The sizes, in tokens, that the run's packed rows have had so far."""
+    """Sizes of the run's packed rows so far, in tokens."""
     _num_tokens: int = 0
     _num_filled: int = 0
 
     def packed(self, num_tokens: int, *, max_tokens: int) -> int:
-        """Return the size of the run's next packed row, whose rollouts have `num_tokens` tokens."""
+        """Return the size of the next packed row, whose rollouts have `num_tokens` tokens."""
         if self.fills != "rows":
             return num_tokens
         limit = max(num_tokens, max_tokens)
@@ -107,7 +106,7 @@ class RowSizes:
         return self._num_filled + size - num_tokens <= share * tokens
 
     def width(self, length: int, *, max_tokens: int) -> int:
-        """Return the length that padded rows are filled to, if the longest has `length` tokens."""
+        """Return the length of padded rows whose longest has `length` tokens."""
         size = length
         if self.fills == "rows":
             size = filled_size(length, max_tokens=max_tokens)

@@ -1,19 +1,19 @@
 """Adaptive bound on staleness, from the signals of each step.
 
-Each step reports three signals of the distance between sampler and learner, which are smoothed
-here. The bound is too high if any signal shows it, and may rise only if all signals allow it:
+Each step reports three signals of the distance between sampler and learner. They are smoothed here.
+One bad signal lowers the bound. Only if all signals are good, the bound may rise:
 
   too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
-  room for more   ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
-                  and the rollouts were as old as the bound lets them be
+  may rise        ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
+                  and the rollouts were as old as the bound allows
 
-If it is too high, the bound falls by 1, or by half if a signal is beyond twice its limit. If there
-is room for more in `patience` steps in a row, it rises by 1. For `patience` steps after a decision
-there is no other decision, since a decision acts only on rollouts that are granted later. The bound
-stays between two limits; the buffer enforces the hard bound on staleness.
+If it is too high, the bound falls by 1, or by half if a signal is beyond twice its limit. If it may
+rise in `patience` steps in a row, it rises by 1. For `patience` steps after a decision there is no
+other decision, since a decision acts only on rollouts that are granted later. The bound stays
+between two limits. The buffer enforces the hard bound on staleness.
 
-Source: additive increase and multiplicative decrease, as in TCP's congestion control; the signals
-are metrics that other trainers log as well.
+Source: additive increase and multiplicative decrease, as in TCP's congestion control. Other
+trainers log the signals as metrics.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ControlSettings:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """The signals of one step; a signal is None if the step did not report it."""
+    """The signals of one step. A signal is None if it was not reported."""
 
     ess: float | None
     mismatch_kl: float | None
@@ -89,7 +89,7 @@ class StalenessController:
         self._quiet_until = 0
 
     def observe(self, step: int, signals: Signals) -> BoundDecision | None:
-        """Take in the signals of a step; return the change of the bound, or None if it stays.
+        """Receive the signals of a step. Return the bound's change, or None.
 
         Args:
             step: number of optimizer steps done.
@@ -117,7 +117,7 @@ class StalenessController:
         self._smoothed[name] = weight * self._smoothed.get(name, 0.0) + (1.0 - weight) * value
 
     def _excess(self) -> tuple[float, str]:
-        """Return the worst signal as a multiple of its limit, and a text that names it."""
+        """Return the worst signal as a multiple of its limit, and its description."""
         settings, smoothed = self.settings, self._smoothed
         # This is 0 at ess = 1: like the other two signals, it is 0 if sampler and learner agree.
         loss = 1.0 - smoothed.get("ess", 1.0)
