@@ -1,7 +1,7 @@
 """Rules that compare the values of several keys, each with the reason for the rule.
 
-A rule yields a few problems at most. A rule reads only values that are valid on their own: if a
-value is already reported as invalid, load.py drops the problems of the rules that read this value.
+A rule yields a few problems at most. A rule reads only values that are valid on their own. If a
+value is invalid, load.py drops the problems of the rules that read it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _check_sync(config: Config) -> Iterator[Problem]:
 
 
 def _check_exact_version(config: Config) -> Iterator[Problem]:
-    """Report settings that contradict `exact_version`, with which one version samples a group."""
+    """Report settings that contradict `exact_version`."""
     rollout, key = config.rollout, "rollout.exact_version"
     if not rollout.exact_version:
         return
@@ -153,8 +153,8 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
 def _check_centering(config: Config) -> Iterator[Problem]:
     """Refuse score centering with truncated sampling.
 
-    Centering compares log-probabilities of the likely ids. The learner's are computed over the
-    whole vocabulary, but the sampler's would be computed over the part that truncation leaves.
+    Centering compares log-probabilities of the likely ids. The learner's cover the whole
+    vocabulary. The sampler's would cover only the part that truncation leaves.
     """
     if not likely_ids_of(config):
         return
@@ -170,13 +170,13 @@ def _check_centering(config: Config) -> Iterator[Problem]:
 
 
 def likely_ids_of(config: Config) -> int:
-    """Return how many likely ids the configured loss needs for each token; 0 if it needs none."""
+    """Return how many likely ids the configured loss needs for each token."""
     number: int = getattr(config.loss, "score_centering", 0)
     return number
 
 
 def _check_group_bytes(config: Config) -> Iterator[Problem]:
-    """Refuse settings with which a group of full-length rollouts exceeds the largest message."""
+    """Refuse settings whose largest group exceeds the largest message."""
     tokens, key = config.max_chain_tokens, "sampling.max_completion_tokens"
     if tokens > config.sampling.max_completion_tokens:
         key = "agent.max_session_tokens"
@@ -194,10 +194,10 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
 
 
 def max_tree_tokens(config: Config) -> int | None:
-    """Return how many tokens all chains of an agent's rollout may have; None without agents.
+    """Return how many tokens all chains of an agent's rollout may have.
 
-    The limit exists because a rollout must fit into one micro-batch, and its group into one
-    message.
+    A rollout must fit into one micro-batch, and its group into one message. The result is None
+    without agents.
     """
     if config.agent.listen is None:
         return None
@@ -224,7 +224,7 @@ def _check_agent(config: Config) -> Iterator[Problem]:
 
 
 def _check_without_effect(config: Config) -> Iterator[Problem]:
-    """Report settings that were changed from their default and that no code would read."""
+    """Report changed settings that no code would read."""
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
     no_agent = (config.agent.listen is None, "agent.listen is not set", "agent.listen")

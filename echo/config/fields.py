@@ -1,6 +1,6 @@
 """Types of configuration values, and the base of all sections.
 
-Each type checks a value by itself, and its error says what to write instead. echo/config/load.py
+Each type checks a single value. Its error tells the user what to write instead. echo/config/load.py
 adds the file, the key and the value to the error.
 """
 
@@ -39,12 +39,13 @@ _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 UNREADABLE = (ValueError, RecursionError)
-"""The errors of the standard library for TOML or JSON that is invalid, has numbers of thousands of
-digits, or is nested hundreds of levels deep."""
+"""Errors of the standard library for invalid TOML or JSON. Numbers of thousands of digits and
+nesting of hundreds of levels cause other errors than bad syntax.
+"""
 
 
 def toml_or_text(text: str) -> Any:
-    """Return a value from the command line: parsed as TOML, or as text if it is not TOML."""
+    """Parse a command-line value as TOML, or as text if it is not TOML."""
     try:
         table = tomllib.loads(f"value = {text}")
     except UNREADABLE:
@@ -59,28 +60,31 @@ NO_VALUES = frozenset({"null", "None", "~"})
 
 
 def override_of(key: str, text: str) -> str:
-    """Return the override `key=text`, with quotes if TOML would read the text as another type."""
+    """Return the override `key=text`, with quotes if the text needs them.
+
+    The quotes keep TOML from reading the text as another type.
+    """
     is_plain = toml_or_text(text.strip()) == text and text not in NO_VALUES
     return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 
 def _false_is_none(value: object) -> object:
-    """Return None for `false`, which means "off" in a file, and every other value unchanged.
+    """Return None for `false`, which means "off" in a file.
 
-    A file cannot contain None: TOML has no word for a missing value.
+    TOML has no word for a missing value.
     """
     return None if value is False else value
 
 
 def _check_off(value: object) -> object:
-    """Return `false`; refuse every other value, also 0, although 0 == False in Python."""
+    """Return `false`. Refuse every other value, also 0, although 0 == False in Python."""
     if value is not False:
         raise ValueError("must be false")
     return value
 
 
 def _one_is_a_list(value: object) -> object:
-    """Return a single string as a tuple with one item, and a list as a tuple."""
+    """Return a single string as a tuple of one item, and a list as a tuple."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -148,7 +152,7 @@ def _check_web_address(address: str) -> str:
 
 
 def has_secret(address: str) -> bool:
-    """Return whether an address is a join string, which contains the run's secret."""
+    """Return whether an address is a join string, with the run's secret."""
     return "." in address.partition("#")[2]
 
 
@@ -291,7 +295,7 @@ OWN_KIND = "package.module:function"
 
 
 class Strict(BaseModel):
-    """The base class of a file's tables: immutable; refuses unknown keys and wrong types."""
+    """The base class of a file's tables. They are immutable and strictly checked."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -310,9 +314,9 @@ class Section(Strict):
 
 
 def kind_of(value: Any) -> str:
-    """Return the `kind` of a section, given as a table or as an object.
+    """Return the `kind` of a section, from a table or an object.
 
-    The kind of the user's own code, which is an import path, is returned as OWN_KIND.
+    If the kind is an import path of the user's own code, return OWN_KIND.
     """
     kind = value["kind"] if isinstance(value, Mapping) else value.kind
     return OWN_KIND if ":" in kind else str(kind)

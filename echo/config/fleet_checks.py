@@ -1,7 +1,7 @@
 """Rules that compare several rows of fleet and scenario files.
 
-The rules read invalid rows as well, so that one pass finds every problem. If a value is already
-reported as invalid, fleet_file.py drops the problems of the rules that read this value.
+The rules read invalid rows as well, so that one pass finds every problem. If a value is invalid,
+fleet_file.py drops the problems of the rules that read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.fleet.gpus import GPUS, MODELS
 
 Rows = Mapping[str, Sequence[tuple[KeyPath, Any]]]
 """The rows of each table, with their paths. An invalid row has the values of the file, and None for
-each missing value; such a row is only checked, never used.
+each missing value. It is only checked, never used.
 """
 
 
@@ -46,10 +46,9 @@ def fleet_rules(rows: Rows) -> Iterator[Problem]:
 
 
 def _names(rows: Rows, table: str) -> list[str]:
-    """Return the names of a table's rows, so that references to a row can be checked.
+    """Return the names of a table's rows, also of invalid rows.
 
-    Names of invalid rows are included, so that a reference to an invalid row is not reported as a
-    second problem.
+    Otherwise a reference to an invalid row would be reported as a second problem.
     """
     return [row.name for _, row in rows.get(table, ()) if isinstance(row.name, str)]
 
@@ -131,7 +130,7 @@ def _of_job(text: str, *keys: str) -> Problem:
 
 
 def _are_numbers(*values: object) -> bool:
-    """Return whether all values are numbers; an invalid row may have values of other types."""
+    """Return whether all values are numbers. An invalid row may have other types."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
@@ -145,7 +144,7 @@ def scenario_rules(rows: Rows, plan: Plan | None, left_out: Collection[str]) -> 
 
     Args:
         rows: the rows of the scenario file.
-        plan: the plan.json that says which nodes are rented; None without such a file.
+        plan: the plan.json with the nodes to rent; None without such a file.
         left_out: offers whose nodes cannot run the model.
     """
     yield from fleet_rules(rows)
@@ -214,10 +213,10 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the number of rented nodes of each offer.
 
-    A number in [sim] comes first, then the number in the plan. An offer without such a number gets
-    no nodes if there is a plan, and all nodes on offer if there is no plan. A number above the
-    number on offer is ignored, because a list of that length may exceed the memory;
-    `scenario_rules` reports such a number.
+    A number in [sim] comes first, then the number in the plan. An offer without a number gets no
+    nodes if there is a plan. Otherwise it gets all nodes on offer. A number above the number on
+    offer is ignored, because a list of that length may exceed the memory. `scenario_rules` reports
+    such a number.
     """
     counts = dict(offered)
     if plan is not None:

@@ -1,6 +1,6 @@
 """Reads fleet and scenario files, and makes the planner's request from them.
 
-A fleet and a job may share one file or be in two files; no table is in both. A scenario is a fleet
+A fleet and a job may share one file or be in two files. No table is in both. A scenario is a fleet
 file with more tables, all optional. layers.py reads these files, as it reads the file of a run. A
 message names a row by its table, its number from 1 and the names in the row.
 """
@@ -68,8 +68,7 @@ Table = Mapping[str, Any]
 Source = tuple[str, Table]
 """A file's name, as shown in messages, and the tables of the file."""
 Override = tuple[str, str]
-"""The command-line option that gave the override, and its text "table.key=value" or
-"list.name.key=value"."""
+"""A command-line option, and its text "table.key=value" or "list.name.key=value"."""
 
 
 def read_files(paths: Sequence[Path]) -> list[Source]:
@@ -98,7 +97,7 @@ def read_files(paths: Sequence[Path]) -> list[Source]:
 
 
 def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
-    """Return the layer with a file's settings; rows of a list are keyed by their numbers from 1."""
+    """Return the layer of a file's settings. Rows of a list are keyed by number from 1."""
     opened: dict[str, Any] = {}
     problems = []
     for name, value in tables.items():
@@ -118,7 +117,7 @@ def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
 
 
 def _read_override(kind: type[FleetFile], text: str, source: str, below: Settings) -> Layer:
-    """Return the layer of an override, with the name of a list's row replaced by its number."""
+    """Return the layer of an override, with a row's name replaced by its number."""
     layer = read_override(SCHEMAS[kind], text, source)
     path = next(iter(layer.settings), ())
     if not path or not repeats(kind, path[0]):
@@ -140,7 +139,7 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
     """Return the numbers of the rows with this name, and an error text.
 
-    The caller uses the error text unless exactly one row has this name.
+    The caller uses the text unless exactly one row has the name.
     """
     calls = [
         (path[1], str(setting.value))
@@ -161,10 +160,10 @@ def _load(
     overrides: Sequence[Override],
     rules: Callable[[Rows], Iterable[Problem]],
 ) -> AnyFile:
-    """Merge the files and overrides, and return the checked contents.
+    """Merge files and overrides, and return the checked contents.
 
     Raises:
-        ConfigError: if anything is wrong; the text lists every problem with its source and its row.
+        ConfigError: if anything is wrong. The message lists every problem with its source and row.
     """
     layers = [_read_tables(kind, tables, source) for source, tables in files]
     for option, text in overrides:
@@ -191,7 +190,7 @@ def _load(
 
 
 def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
-    """Return the rows of all tables, and the problems of the rows' values."""
+    """Return the rows of all tables, and the problems of their values."""
     rows: dict[str, list[tuple[KeyPath, Any]]] = {}
     problems: list[Problem] = []
     for name, value in tables.items():
@@ -212,7 +211,7 @@ def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
 
 
 def _as_it_stands(table: type[BaseModel], row: object) -> Any:
-    """Return an invalid row as an object with unchecked values; missing values are None."""
+    """Return an invalid row as an object with unchecked values, None for missing ones."""
     values: dict[str, Any] = {
         key: None for key, info in table.model_fields.items() if info.is_required()
     }
@@ -224,7 +223,7 @@ def _locate(
 ) -> tuple[KeyPath, Leaf | None]:
     """Return the path and the key of the place that a pydantic error names.
 
-    Such a place may end in the name of a union's member. This end is cut off.
+    Such a place may end in the name of a union's member, which is cut off.
     """
     path = (*row, *map(str, place))
     while SCHEMAS[kind].find(path) is None and len(path) > len(row):
@@ -241,7 +240,7 @@ MBIT = 1e6 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRequest:
-    """What the planner is asked: a fleet and a job, read from a fleet file."""
+    """The planner's input: a fleet and a job from a fleet file."""
 
     fleet: RentedFleet
     job: Job
@@ -260,10 +259,10 @@ class FleetRequest:
 
 
 def parse_fleet(files: Sequence[Source]) -> FleetRequest:
-    """Check the tables of a fleet and a job; return the planner's request.
+    """Check the tables of a fleet and a job. Return the planner's request.
 
     Raises:
-        ConfigError: if anything is wrong; the text lists every problem with its row.
+        ConfigError: if anything is wrong. The message lists every problem with its row.
     """
     return _request(_load(FleetFile, files, (), fleet_rules))
 
@@ -271,10 +270,10 @@ def parse_fleet(files: Sequence[Source]) -> FleetRequest:
 def parse_scenario(
     files: Sequence[Source], overrides: Sequence[Override] = (), plan: Plan | None = None
 ) -> tuple[ScenarioFile, FleetRequest]:
-    """Check a scenario; return its contents and the planner's request for its fleet.
+    """Check a scenario. Return its contents and its planner's request.
 
     Raises:
-        ConfigError: if anything is wrong; the text lists every problem with its source and its row.
+        ConfigError: if anything is wrong. The message lists every problem with its source and row.
     """
     file = _load(ScenarioFile, files, overrides, lambda rows: scenario_rules(rows, plan, ()))
     request = _request(file)
@@ -324,7 +323,6 @@ def _request(file: FleetFile) -> FleetRequest:
 
 
 def _catalogues(file: FleetFile) -> tuple[dict[str, Gpu], dict[str, ModelShape]]:
-    """Return the GPUs and the models that the catalogue and the file define, by name."""
     gpus, models = dict(GPUS), dict(MODELS)
     for row in file.gpus:
         gpus[row.name] = Gpu(

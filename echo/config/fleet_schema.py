@@ -230,7 +230,7 @@ class SimRow(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_times(cls, given: Any) -> Any:
-        """Set each of the network's times that is missing to the default of the profile."""
+        """Give each missing time of the network the profile's default."""
         profile = PROFILES.get(str(given.get("profile"))) if isinstance(given, dict) else None
         if profile is None:
             return given
@@ -292,7 +292,7 @@ ROW = "*"
 
 @cache
 def tables_of(kind: type[FleetFile]) -> Mapping[str, tuple[type[BaseModel], bool]]:
-    """Return, by the name of each table, its class and whether it is a list of rows."""
+    """Return each table's class and whether it is a list of rows, by name."""
     found: dict[str, tuple[type[BaseModel], bool]] = {}
     for name, info in kind.model_fields.items():
         rows = typing.get_args(info.annotation)
@@ -308,14 +308,14 @@ def repeats(kind: type[FleetFile], name: str) -> bool:
 
 
 def expected_table(kind: type[FleetFile], name: str) -> str:
-    """Return text on how the table must be written, such as "written [job], one table"."""
+    """Return how the table must be written, such as "written [job], one table"."""
     is_list = repeats(kind, name)
     return f"written [[{name}]], a list of tables" if is_list else f"written [{name}], one table"
 
 
 @cache
 def _leaves(kind: type[FleetFile]) -> Mapping[KeyPath, Leaf]:
-    """Return all keys of a kind of file, by path; each table counts as a key, too."""
+    """Return all keys of a kind of file by path. Each table counts as a key, too."""
     found: dict[KeyPath, Leaf] = {}
     for name, (table, is_list) in tables_of(kind).items():
         path: KeyPath = (name,)
@@ -348,10 +348,9 @@ def _table_leaf(path: KeyPath, expected: str) -> Leaf:
 
 
 def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
-    """Return the key at a path of a file.
+    """Return the key at a path of a file, or None.
 
-    For a path within a table of the user's own keys, return the key of that table. None if neither
-    key exists.
+    For a path within a table of the user's own keys, return the key of that table.
     """
     if len(path) > 1 and repeats(kind, path[0]):
         path = (path[0], ROW, *path[2:])
@@ -360,7 +359,7 @@ def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
 
 
 def _describe_unknown(kind: type[FleetFile], path: KeyPath) -> str:
-    """Return the error text for a path that is not a key, with the key that was probably meant."""
+    """Return the error text for an unknown key, with the most similar key."""
     tables, known, name = tables_of(kind), _leaves(kind), path[-1]
     if path[0] not in tables and path[0] in tables_of(ScenarioFile):
         return "only a scenario has this table, for `echo-rl sim`; remove it from this file"
@@ -384,7 +383,7 @@ MAX_OWNERS = 4
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
     """Return the text that names a path in messages.
 
-    A row is named by its table, its number and the names that it contains.
+    A row is named by its table, its number and its names.
     """
     if len(path) < 2:
         return "".join(path)

@@ -1,8 +1,8 @@
-"""Layers of settings: overrides on top of files, with the source of each setting.
+"""Layers of settings from files and overrides, with their sources.
 
-Run, fleet and scenario files are all read by this module. A layer is one file or one `--set`; for
-each key the last layer that sets it wins. A `Schema` says which keys exist. All problems are
-reported at once, each with its source, its key, its value and what to write instead.
+This module reads run, fleet and scenario files. A layer is one file or one `--set`. For each key
+the last layer that sets it wins. A `Schema` defines which keys exist. All problems are reported at
+once, each with its source, key, value and remedy.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from echo.core.units import one_line
 OVERRIDE = "--set"
 """The name of the source of settings that were given by --set."""
 DEFAULT = "default"
-"""The name of the source of a default; the name for a profile's default begins with "profile "."""
+"""The name of the source of a default. For a profile's default it begins with "profile "."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The value of one key, and the name of the file or option that set it."""
+    """The value of one key, and the name of its file or option."""
 
     value: Any
     source: str
 
     @property
     def is_default(self) -> bool:
-        """Whether the value is a default of the schema or of a profile, which no user has set."""
+        """Whether the value is a default of the schema or of a profile."""
         return self.source == DEFAULT or self.source.startswith("profile ")
 
 
@@ -57,8 +57,8 @@ class Problem:
     setting: Setting | None = None
     """The refused value; None if the value is among the accepted settings."""
     is_idle: bool = False
-    """Whether the value at the first path merely has no effect, because of the values at the other
-    paths. A resumed run replaces a saved value without effect by its default.
+    """Whether the value at the first path only has no effect, because of the values at the other
+    paths. A resumed run replaces such a value by its default.
     """
 
 
@@ -75,7 +75,7 @@ class Schema:
     find: Callable[[KeyPath], Leaf | None]
     """Returns the key at a path, or the table of the user's own keys that contains the path."""
     describe_unknown: Callable[[KeyPath], str]
-    """Returns the error text for a path that is not a key, with the key that was probably meant."""
+    """Returns the error text for an unknown key, with the most similar key."""
     place: Callable[[KeyPath, Settings], str]
     """Returns the text that names a path in messages."""
 
@@ -87,13 +87,14 @@ class Schema:
 
 @dataclass(slots=True)
 class Layer:
-    """The settings from one source (a file or an option), and the problems found in them."""
+    """The settings from a file or an option, and their problems."""
 
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: KeyPath | None = None
-    """The path of a table that this layer sets as a whole: all earlier settings at or below this
-    path are dropped."""
+    """The path of a table that this layer sets as a whole. All earlier settings at or below it are
+    dropped.
+    """
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def read_file(path: Path) -> str:
 
 
 def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
-    """Return a layer with the settings of one source; unknown keys become problems of the layer."""
+    """Return the layer of one source. Unknown keys become problems."""
     layer = Layer()
     for path, value in flatten(table):
         setting = Setting(value, source)
@@ -146,8 +147,7 @@ def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
 def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
     """Return the layer of one `--set section.key=value`.
 
-    The value is read as TOML. A value that is not valid TOML is taken as text, so names need no
-    quotes.
+    The value is read as TOML. If it is not valid TOML, it is text. So names need no quotes.
     """
     key, separator, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -171,7 +171,7 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
-    """Return the settings of all layers by path; for each key the last layer that sets it wins."""
+    """Return the settings of all layers by path. The last layer wins."""
     merged: dict[KeyPath, Setting] = {}
     for layer in layers:
         if place := layer.replaced:
@@ -185,9 +185,10 @@ def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
 
 
 def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
-    """Yield every value of nested tables with its path; an empty table is a value.
+    """Yield every value of nested tables with its path.
 
-    A table at depth MAX_DEPTH is yielded as a value, too; it is refused later.
+    An empty table is a value. A table at depth MAX_DEPTH is yielded as a value, too, and refused
+    later.
     """
     for key, value in table.items():
         path = (*parent, key)
@@ -218,7 +219,7 @@ MAX_DEPTH = 32
 
 
 def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Return why a message or config.json cannot hold this value unchanged; None if they can.
+    """Return why a message or config.json cannot hold this value unchanged, or None.
 
     Args:
         value: the value of a key, or a part of it.
@@ -249,9 +250,9 @@ def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | No
 def value_problems(
     error: ValidationError, locate: Callable[[tuple[int | str, ...]], tuple[KeyPath, Leaf | None]]
 ) -> list[Problem]:
-    """Return one problem for each key that pydantic's error names.
+    """Return one problem for each key in pydantic's error.
 
-    pydantic reports a union once for each of its members; only the first report is used.
+    pydantic reports a union once for each of its members. Only the first report is used.
 
     Args:
         error: the error that pydantic has raised.
@@ -276,7 +277,7 @@ def value_problems(
 
 
 def describe_expected(leaf: Leaf, value: object) -> str:
-    """Return text on the values that a key accepts, and on the value that was probably meant."""
+    """Return text on a key's accepted values, with the most similar one."""
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
@@ -285,7 +286,7 @@ def describe_expected(leaf: Leaf, value: object) -> str:
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems in `found` that share no path with any problem in `problems`."""
+    """Return the problems in `found` whose paths `problems` does not mention."""
     reported = {path for problem in problems for path in problem.paths}
     return [problem for problem in found if reported.isdisjoint(problem.paths)]
 
@@ -299,14 +300,14 @@ def as_error(
         schema: the schema of the file with the problems.
         problems: at least one problem.
         settings: the accepted settings with their sources.
-        file_name: the source that the text names for a missing setting.
+        file_name: the source to name for a missing setting.
     """
     lines = [_describe(schema, problem, settings, file_name) for problem in problems]
     return ConfigError(in_one(schema.what, lines))
 
 
 def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: str) -> str:
-    """Return one line on a problem: the file or --set, the key, its value and the error."""
+    """Return one line on a problem: the source, the key, its value and the error."""
     path = problem.paths[0] if problem.paths else ()
     setting = problem.setting or settings.get(path) or _beside(path, settings, file_name)
     value = "" if setting.value is None or not path else f" = {brief(setting.value)}"
@@ -318,9 +319,9 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return a setting without a value for a missing key, with a source to name in the message.
+    """Return a missing key's setting: no value, and a source for the message.
 
-    The source is that of the nearest key that the user has set; `file_name` if no key is near.
+    The source is that of the nearest key that the user has set, or `file_name`.
     """
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():

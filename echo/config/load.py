@@ -1,9 +1,9 @@
-"""Loads and checks a configuration: TOML file, overrides, settings inherited from the learner.
+"""Loads and checks a configuration from all its sources.
 
 The sources are, in rising precedence: the defaults of the schema, the defaults of the profile, the
-file, and each `--set` in order. All problems are found in one pass: a value that is wrong on its
-own is reported and replaced by its default, and then the rules that compare several keys are
-checked.
+file, and each `--set` in order. All problems are found in one pass. First, each value that is wrong
+on its own is reported and replaced by its default. Then the rules that compare several keys are
+checked. A worker also applies the settings that the learner sends.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MAX_GUESSES = 3
 
 
 def _describe_unknown(path: KeyPath) -> str:
-    """Return the error text for a path that is not a key, with the key that was probably meant."""
+    """Return the error text for an unknown key, with the most similar key."""
     section, name = path[0], path[-1]
     if section in sections() and len(path) == 1:
         return f"this is a section, not a key; write [{section}] and its keys below it"
@@ -129,15 +129,15 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = (), role: str | None = None) -> Config:
-    """Read a TOML file, apply the overrides, check everything, and return the configuration.
+    """Read a TOML file, apply the overrides, and check the configuration.
 
     Args:
         path: the configuration file, which all roles share.
-        overrides: texts "section.key=value"; a value that is not TOML is taken as text.
+        overrides: texts "section.key=value". A value that is not TOML is text.
         role: learner, worker or relay, whose required keys must be set; None requires no key.
 
     Raises:
-        ConfigError: if anything is wrong; the text lists every problem with file, key, value and
+        ConfigError: if anything is wrong. The message lists every problem with file, key, value and
             remedy.
     """
     return parse_config(read_toml(Path(path)), overrides, role, source=str(path))
@@ -151,19 +151,19 @@ def parse_config(
     source: str = "configuration",
     is_saved: bool = False,
 ) -> Config:
-    """Check nested tables as `load_config` checks a file, and return the configuration.
+    """Check nested tables as `load_config` checks a file.
 
     Args:
         table: the tables of a file.
         overrides: texts "section.key=value".
         role: the role whose required keys must be set; None requires no key.
         source: the name of `table` in messages.
-        is_saved: whether `table` is a run's saved configuration, which has every key. If it is,
-            saved values without effect are replaced by their defaults. If not, a value of the file
-            is replaced only if an override left it without effect, and a note says so.
+        is_saved: whether `table` is a run's saved configuration, which has every key. If so, saved
+            values without effect are replaced by their defaults. Otherwise only values that an
+            override left without effect are replaced, each with a note.
 
     Raises:
-        ConfigError: if anything is wrong; the text lists every problem with its remedy.
+        ConfigError: if anything is wrong. The message lists every problem with its remedy.
     """
     if role is not None and role not in ROLES:
         raise ConfigError(f'role "{role}" does not exist; choose one of {", ".join(ROLES)}')
@@ -189,14 +189,14 @@ def parse_config(
 
 
 def _cause_in_override(problem: Problem, user: Settings) -> bool:
-    """Return whether a setting of the file has no effect because of a `--set`."""
+    """Return whether a `--set` leaves a setting of the file without effect."""
     idle, *causes = (user.get(path) for path in problem.paths)
     by_line = any(cause is not None and cause.source == OVERRIDE for cause in causes)
     return idle is not None and idle.source != OVERRIDE and by_line
 
 
 def _describe_idle(problem: Problem, settings: Settings) -> str:
-    """Return the note on a setting of the file that has no effect because of a `--set`."""
+    """Return the note on a setting of the file without effect."""
     path, *causes = problem.paths
     setting = problem.setting or settings[path]
     beside = " and ".join(f"{'.'.join(c)} = {brief(settings[c].value)}" for c in causes)
@@ -207,9 +207,9 @@ def _describe_idle(problem: Problem, settings: Settings) -> str:
 def _check(
     user: Settings, role: str | None
 ) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
-    """Return all settings, a valid configuration, and the problems of the user's settings.
+    """Return all settings, a valid configuration, and the problems.
 
-    In the configuration each value that has a problem is replaced by its default.
+    In the configuration each value with a problem is replaced by its default.
     """
     kinds, problems = _choose_kinds(user)
     known = leaves(kinds)
@@ -224,7 +224,7 @@ def _check(
 
 
 def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
-    """Return the chosen kind of each section in KINDS, and a problem for each unknown kind."""
+    """Return each section's chosen kind, and a problem for each unknown kind."""
     kinds, problems = {}, []
     for section, classes in KINDS.items():
         path = (section, "kind")
@@ -243,7 +243,7 @@ def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
 
 
 def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[Problem]:
-    """Yield a problem for each key that exists only for kinds that are not chosen."""
+    """Yield a problem for each key of a kind that is not chosen."""
     known = leaves(kinds)
     for path, setting in user.items():
         if _leaf_at(path, known):
@@ -269,7 +269,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return `user` without the defaults that were saved for kinds that are no longer chosen."""
+    """Return `user` without saved defaults of kinds that are no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
@@ -285,7 +285,7 @@ def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict
 
 
 def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
-    """Return the key at `path`; for a path within a table of the user's keys, the table's key."""
+    """Return the key at `path`, or the key of the user's own table around it."""
     leaf = known.get(path)
     table = known.get(path[:2])
     return leaf or (table if table is not None and table.is_table else None)
@@ -297,9 +297,9 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Write all values of a configuration as JSON to `path`, replacing the file atomically.
+    """Write all values of a configuration as JSON, atomically.
 
-    After a crash the file has its old content or the new one.
+    After a crash the file has its old or its new content.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(resolved(config), indent=2) + "\n", encoding="utf-8")
@@ -307,10 +307,10 @@ def save_resolved(config: Config, path: Path) -> None:
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = None) -> Config:
-    """Read a file that `save_resolved` wrote, apply the overrides, and return the configuration.
+    """Read a file of `save_resolved`, and apply the overrides.
 
-    Saved values that an override leaves without effect, such as options of a loss that is no longer
-    chosen, are replaced by their defaults.
+    If an override leaves a saved value without effect, the default replaces it. Examples are
+    options of a loss that is no longer chosen.
 
     Raises:
         ConfigError: if anything is wrong, as for `load_config`.
@@ -338,7 +338,7 @@ def _profile_of(user: Settings) -> str:
 
 
 def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[KeyPath, Setting]:
-    """Return the default of every key, for the profile and the sync.mode that the user has set."""
+    """Return the default of every key, for the user's profile and sync.mode."""
     profile = _profile_of(user)
     mode = user.get(("sync", "mode"))
     is_pull = mode is not None and mode.value == "pull"
@@ -353,7 +353,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return the problems of invalid values, and a configuration with defaults in their place."""
+    """Return a configuration and the problems of invalid values, replaced by defaults."""
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
@@ -367,7 +367,6 @@ def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config
 def _locate(
     known: Mapping[KeyPath, Leaf], place: tuple[int | str, ...]
 ) -> tuple[KeyPath, Leaf | None]:
-    """Return the path and the key of the place that a pydantic error names."""
     path = tuple(map(str, place))
     if path[0] in KINDS:
         path = (path[0], *path[2:])  # pydantic puts the class of the section second
@@ -400,7 +399,7 @@ _WIDTH = 96
 
 
 def schema_help(role: Role | None = None) -> str:
-    """Return help on every key that `role` reads: its values, its default and its meaning.
+    """Return help on the values, default and meaning of the keys of `role`.
 
     None stands for all roles.
     """
@@ -429,9 +428,10 @@ def dry_run_text(
     notices: Iterable[str] = (),
     preview: Iterable[str] = (),
 ) -> str:
-    """Return the text of a dry run: whether the node would start, and with what settings.
+    """Return the text of a dry run.
 
-    The text also has the memory budget, the notices and the preview of the data.
+    It tells whether the node would start, and shows its settings, the memory budget, the notices
+    and a preview of the data.
     """
     head = "would start" if would_start else "would not start, see the end"
     lines = [f"{head}: {_describe_start(config, role)}"]
@@ -468,7 +468,7 @@ def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
 def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
     """Return the keys that `role` reads, by the name and the kind of their section.
 
-    The name is "" for keys outside sections; the kind is "" if the section has only one.
+    The name is "" for keys outside sections. The kind is "" if the section has only one.
     """
     groups: dict[tuple[str, str], list[Leaf]] = {}
     for leaf in keys:
@@ -554,7 +554,7 @@ class Change:
 
 
 def diff_configs(old: Config, new: Config) -> list[Change]:
-    """Return the settings that differ, in the order of the schema."""
+    """Return the settings that differ, in schema order."""
     before, after = resolved(old), resolved(new)
     changes = []
     for path, leaf in {**leaves(kinds_of(old)), **leaves(kinds_of(new))}.items():
@@ -566,7 +566,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def keep_choices(saved: Config, config: Config) -> Config:
-    """Return `config`; if its dtype is "auto", it gets the dtype that the first start chose."""
+    """Return `config`, with "auto" replaced by the dtype of the first start."""
     if config.learner.dtype != "auto":
         return config
     learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})
@@ -574,7 +574,6 @@ def keep_choices(saved: Config, config: Config) -> Config:
 
 
 def _at(table: Any, path: Sequence[str]) -> Any:
-    """Return the value at a path of nested tables; None if the last table lacks the key."""
     for part in path:
         table = table.get(part)
     return table
@@ -591,7 +590,8 @@ NO_TEMPLATE = "none"
 """Value of `model.chat_template` that is no path: no template is used, not even the tokenizer's."""
 _AGENTS = "agent.listen"
 """The key with the address for agents. Workers have one only if the learner has set this key. A
-worker may then set an address of its own."""
+worker may then set another address.
+"""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
@@ -604,7 +604,7 @@ def inherited_settings(config: Config) -> dict[str, Any]:
 
 
 def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
-    """Return one line for each setting of the worker's user that contradicts the learner's."""
+    """Return one line for each worker's setting that contradicts the learner."""
     own = _inherited_values(config)
     del own[_TEMPLATE]
     given = config.model.chat_template
@@ -624,10 +624,9 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
 
 
 def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the worker's configuration with the values that the learner has sent.
+    """Return the worker's configuration with the learner's values.
 
-    Only `model.chat_template` keeps its value. This value is a path, but `settings` has the text of
-    the template.
+    Only `model.chat_template` keeps its value, a path. `settings` has the template's text instead.
 
     Raises:
         ConfigError: if a setting does not fit this version's schema.
@@ -644,10 +643,11 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def has_own_model(config: Config) -> bool:
-    """Return whether the worker has to take its model from model.name, and not from the learner.
+    """Return whether the worker takes its model from model.name.
 
-    All machines share one file, so a name in the file is meant for the learner only, unless it is
-    a directory on this machine. A name given by --set, even a hub id, is meant for this worker.
+    Otherwise it takes the learner's model. All machines share one file. So a name in the file is
+    meant for the learner only, unless it is a directory on this machine. A name given by --set,
+    even a hub id, is meant for this worker.
     """
     name = config.model.name
     return name is not None and (

@@ -1,17 +1,17 @@
 """Keys of [loss]: one class for each loss, with the parameters of its equation.
 
-The losses in echo/algo document the effect of each key on the gradient. A relay, which has no
-torch, cannot import them, so the keys are repeated here; a test compares names and defaults.
+The losses in echo/algo document the effect of each key on the gradient. A relay has no torch and
+cannot import them. So the keys are repeated here, and a test compares names and defaults.
 
 Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
 and renormalised distribution. A rollout carries the ids that each token was drawn from, and the
 learner computes in the same distribution. If the set of these ids is too large to send
 (core/token_sets.py), the learner scores the token in the whole distribution. The ratio of learner
 to sampler of this token is then Z even on-policy, where Z is the probability that truncation has
-kept. With top-p, Z is between top_p and 1; with top-k and min-p, Z is any value up to 1. Suppose a
-loss has a range of ratios that begins above Z. Then it learns nothing from rollouts with a negative
-advantage, or leaves all rollouts out. Such a loss therefore gets no group with a token whose set is
-missing. `least_ratios` returns where the range of a loss begins.
+kept. With top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1. If a
+loss's range of ratios begins above Z, it learns nothing from rollouts with a negative advantage, or
+leaves all rollouts out. Such a loss therefore gets no group with a token whose set is missing.
+`least_ratios` returns where the range of a loss begins.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ DualClip = Annotated[
     Field(description="Bound on the ratio where the advantage is negative; false is off."),
 ]
 RATIO_UNDER_TOP_K = 0.9
-"""The ratio that stands for Z (see the module) if top-k or min-p is set. A loss gets tokens whose
-set is missing only if its range includes this ratio. Z has no lower bound with top-k and min-p, so
-the value is a judgement. It admits the ranges of .2 of PPO, which are used with top-k, and excludes
-ranges of some percent, which would clip every token.
+"""The assumed value of Z (see the module) if top-k or min-p is set. A loss gets tokens whose set is
+missing only if its range includes this ratio. Z has no lower bound with top-k and min-p, so the
+value is a judgement. It admits PPO's ranges of .2, which are used with top-k. It excludes ranges of
+some percent, which would clip every token.
 """
 
 Aggregation = Annotated[
@@ -76,22 +76,22 @@ class LossSection(Section):
 
     @property
     def value_beta(self) -> float | None:
-        """Return b of the advantages' baseline b ln mean exp(r / b); None for the mean reward."""
+        """Return b of the baseline b ln mean exp(r / b), None for the mean reward."""
         return None
 
     def own_options(self) -> dict[str, Any]:
-        """Return the parameters of the loss itself by name; `false` becomes None."""
+        """Return the loss's own parameters by name. `false` becomes None."""
         own = self.model_dump(exclude={"kind", *MaskedLossSection.model_fields})
         return {name: None if value is False else value for name, value in own.items()}
 
     def masks(self) -> dict[str, float | None]:
-        """Return, by name, the thresholds that leave rollouts out of the loss; None is off."""
+        """Return the thresholds that leave out rollouts, by name; None is off."""
         return {}
 
     def least_ratios(self) -> dict[str, float]:
-        """Return, by key, the ratio below which tokens of a bad rollout have no gradient.
+        """Return the smallest ratios with a gradient in a bad rollout, by key.
 
-        The ratio is learner over sampler; a bad rollout has a negative advantage.
+        The ratio is learner over sampler. A bad rollout has a negative advantage.
         """
         return {}
 
@@ -109,12 +109,12 @@ class MaskedLossSection(LossSection):
     """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
 
     def masks(self) -> dict[str, float | None]:
-        """Return, by name, the four thresholds that leave out rollouts; None is off."""
+        """Return the four thresholds that leave out rollouts, by name; None is off."""
         own = MaskedLossSection.model_fields.keys() - LossSection.model_fields.keys()
         return self.model_dump(include=set(own))
 
     def least_ratios(self) -> dict[str, float]:
-        """Return, by key, the smallest ratio that each active mask accepts."""
+        """Return the smallest ratio that each active mask accepts, by key."""
         ends = {
             "geometric_low": self.geometric_low,
             "veto": self.veto,
@@ -130,7 +130,7 @@ class ClippedSection(MaskedLossSection):
     clip_high: ClipHigh = 0.28
 
     def least_ratios(self) -> dict[str, float]:
-        """Return, by key, the smallest ratios that the masks and the clip accept."""
+        """Return the smallest ratios that the masks and the clip accept, by key."""
         return super().least_ratios() | _end_of_clip(self.clip_low)
 
 
@@ -182,7 +182,7 @@ class GepoSection(LossSection):
     """Weight of the divergence from the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the ratio at the lower end of the clip, by the name of the clip's key."""
+        """Return the ratio at the lower end of the clip, by key."""
         return _end_of_clip(self.clip_low)
 
 
@@ -201,11 +201,11 @@ class OaplSection(MaskedLossSection):
 
     @property
     def value_beta(self) -> float | None:
-        """Return the value of the section's key `baseline_beta`."""
+        """Return the section's `baseline_beta`."""
         return self.baseline_beta
 
     def own_options(self) -> dict[str, Any]:
-        """Return the loss's own parameter `beta`; `baseline_beta` is for its advantages."""
+        """Return the loss's own parameter `beta`."""
         return {"beta": self.beta}
 
 
@@ -233,9 +233,9 @@ class DecoupledPpoSection(ClippedSection):
     """Ratio at which the weight is cut or drops."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return, by key, the smallest ratios that the masks and the clip accept.
+        """Return the smallest ratios that the masks and the clip accept, by key.
 
-        The clip is left out if `proximal` is "recompute": then the clip compares the learner with
+        If `proximal` is "recompute", the clip is left out. It then compares the learner with
         itself, and truncated sampling does not change that ratio.
         """
         ends = super().least_ratios()
@@ -252,10 +252,9 @@ class M2poSection(MaskedLossSection):
     """Bound on the mean squared log-ratio."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return, by key, the smallest ratios that the masks and the bound accept.
+        """Return the smallest ratios that the masks and the bound accept, by key.
 
-        The smallest ratio that the bound accepts is the ratio at which a single token alone reaches
-        the bound on the second moment.
+        For the bound, this is the ratio at which a single token reaches it.
         """
         end = math.exp(-math.sqrt(self.max_second_moment))
         return super().least_ratios() | {"max_second_moment": end}
@@ -284,10 +283,9 @@ class DppoTvSection(MaskedLossSection):
     """Weight of the distance to the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return, by key, the smallest ratios that the masks and the bound accept.
+        """Return the smallest ratios that the masks and the bound accept, by key.
 
-        The smallest ratio that the bound accepts belongs to a token to which the sampler gave a
-        probability of 1.
+        For the bound, this is the ratio of a token with a sampler probability of 1.
         """
         end = 1 - self.max_probability_gap
         return super().least_ratios() | {"max_probability_gap": end}

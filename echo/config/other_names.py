@@ -1,8 +1,8 @@
 """Names of settings in other trainers, with the names that Echo has for them.
 
-If a file has an unknown key that is a setting of another trainer, the error names Echo's key.
-docs/coming-from-other-frameworks.md has the same table. The command
-`python docs/reference_pages.py names` prints this table.
+If an unknown key is a setting of another trainer, the error names Echo's key.
+docs/coming-from-other-frameworks.md has the same table. The command `python docs/reference_pages.py
+names` prints it.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 def our_name(path: Sequence[str]) -> str | None:
-    """Return the hint for an unknown key that is a setting of another trainer; otherwise None.
+    """Return the hint for another trainer's key, or None.
 
     Args:
         path: the path of the unknown key. Only its last parts are compared with the table, so the
@@ -239,7 +239,7 @@ def our_name(path: Sequence[str]) -> str | None:
 
 
 def translations() -> Iterator[tuple[str, str, str]]:
-    """Yield for each name in the table: the framework, the name, and text with Echo's key."""
+    """Yield framework, name and Echo's key for each name in the table."""
     for *others, ours in OTHER_NAMES:
         keys = re.sub(r" \(.*\)|, such as .*|`", "", ours)
         for framework, cell in zip(FRAMEWORKS, others, strict=True):
@@ -251,8 +251,8 @@ def translations() -> Iterator[tuple[str, str, str]]:
 def _same_part(cell: str, name: str, keys: str) -> str:
     """Return Echo's key for a name in a cell with several names.
 
-    If the cell has as many names as `keys` has keys, names and keys correspond in order; otherwise
-    all of `keys` is returned.
+    If there are equally many names and `keys`, they correspond in order. Otherwise return all of
+    `keys`.
     """
     names, ours = cell.split(", "), keys.split(", ")
     return ours[names.index(name)] if len(names) == len(ours) and name in names else keys

@@ -98,7 +98,7 @@ PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
 
 
 def preset_publish_period(max_staleness: int) -> int:
-    """Return the publish period that `auto` uses until a broadcast has been timed.
+    """Return the publish period of `auto` until a broadcast has been timed.
 
     Source: ECHO-2, arXiv:2602.02192: max(1, S - 1).
     """
@@ -645,7 +645,7 @@ class Config(Section):
         return self._notes
 
     def with_sources(self, sources: Mapping[str, str], notes: Sequence[str] = ()) -> Config:
-        """Return a copy of the configuration with these sources of its values."""
+        """Return a copy of the configuration with these sources."""
         copy = self.model_copy()
         copy._sources, copy._notes = dict(sources), tuple(notes)  # noqa: SLF001, its own class
         return copy
@@ -657,7 +657,7 @@ class Config(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """How held-out answers are sampled: as in training, unless `eval` sets other values."""
+        """How held-out answers are sampled: as in training, unless `eval` differs."""
         own = {
             name: value
             for name in ("temperature", "top_p", "max_completion_tokens")
@@ -667,7 +667,7 @@ class Config(Section):
 
     @property
     def needs_support(self) -> bool:
-        """Whether the loss needs, for each trained token, the ids that could have been drawn.
+        """Whether the loss needs the support of each trained token.
 
         The reason is in config/losses.py.
         """
@@ -679,7 +679,7 @@ class Config(Section):
 
     @property
     def max_chain_tokens(self) -> int:
-        """Largest number of completion tokens in a chain: in an answer, or in a conversation."""
+        """Largest number of completion tokens in an answer or a conversation."""
         longest = self.sampling.max_completion_tokens
         if self.agent.listen is None:
             return longest
@@ -730,7 +730,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One key of a configuration, with all that help texts, errors and checks need."""
+    """One key of a configuration, for help texts, errors and checks."""
 
     path: KeyPath
     expected: str
@@ -742,7 +742,7 @@ class Leaf:
     defaults: Mapping[str, Any]
     """The key's default, by profile."""
     kinds: tuple[str, ...] = ()
-    """The kinds of the key's section that have this key with this meaning; empty if all have it."""
+    """The kinds of section that have this key with this meaning; empty if all have it."""
     is_inherited: bool = False
     """Whether the learner sets the key's value for its workers."""
 
@@ -759,7 +759,7 @@ class Leaf:
 
 @cache
 def every_leaf() -> tuple[Leaf, ...]:
-    """Return every key in the schema's order, once for each kind of its section."""
+    """Return every key in schema order, once for each kind of its section."""
     definitions = Config.model_json_schema()
     profile = leaf_of(("profile",), definitions["properties"]["profile"], Config)
     found = [profile]
@@ -786,18 +786,18 @@ def _leaves(kinds: frozenset[tuple[str, str]]) -> Mapping[KeyPath, Leaf]:
 
 
 def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
-    """Return the keys that exist with these kinds of sections, by path, in the schema's order."""
+    """Return the keys of these kinds of sections by path, in schema order."""
     return _leaves(frozenset(kinds.items()))
 
 
 def kinds_of(config: Config) -> dict[str, str]:
-    """Return the kind of each section that has several kinds, by the section's name."""
+    """Return the kind of each section that has several kinds, by name."""
     return {name: kind_of(getattr(config, name)) for name in KINDS}
 
 
 @cache
 def sections() -> Mapping[str, Mapping[str, type[Section]]]:
-    """Return the classes of every section, by the section's name and by kind.
+    """Return the classes of every section, by name and kind.
 
     The kind is "" if the section has only one class.
     """
@@ -836,9 +836,9 @@ SHOWN_DEPTH = 64
 
 
 def show(value: object, depth: int = SHOWN_DEPTH) -> str:
-    """Return a value as TOML text; None, for which TOML has no word, as "unset".
+    """Return a value as TOML text, and None as "unset".
 
-    The secrets of join strings are left out, since the text is logged.
+    Secrets of join strings are left out, since the text is logged.
     """
     if value is None:
         return "unset"
@@ -857,7 +857,7 @@ def show(value: object, depth: int = SHOWN_DEPTH) -> str:
 
 
 def default_text(leaf: Leaf) -> str:
-    """Return a key's default as text, or its default for each profile if they differ."""
+    """Return a key's default as text, for each profile if they differ."""
     texts = {name: show(value) for name, value in leaf.defaults.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -869,7 +869,7 @@ def _show_key(key: str) -> str:
 
 
 def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) -> Leaf:
-    """Return the Leaf of the key at `path`, a field of the class `table`.
+    """Return the leaf of the key at `path`, a field of the class `table`.
 
     `fragment` is the JSON schema of the key's value.
     """
@@ -888,7 +888,7 @@ def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) 
 
 
 def _leaf_of_kind(leaf: Leaf, classes: Mapping[str, type[Section]]) -> Leaf:
-    """Return the Leaf of a section's `kind` key, whose value chooses one of `classes`."""
+    """Return the leaf of a section's `kind` key, whose value chooses one of `classes`."""
     words = tuple(kind for kind in classes if kind != OWN_KIND)
     expected = f"one of {', '.join(map(show, words))}"
     if OWN_KIND in classes:
@@ -908,7 +908,7 @@ def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def expected_text(fragment: Mapping[str, Any], name: str) -> str:
-    """Return text on the values that the JSON schema `fragment` accepts."""
+    """Return text on the accepted values of a JSON schema."""
     if "anyOf" in fragment:
         parts = [part for part in fragment["anyOf"] if part.get("type") != "null"]
         return " or ".join(expected_text(part, name) for part in parts)

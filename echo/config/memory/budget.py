@@ -1,8 +1,8 @@
-"""The memory that a role needs, compared with the machine's, and settings that reduce it.
+"""Comparison of the memory that a role needs with the machine's memory.
 
-The budget is a pure function of a footprint and of the machine's memory; `read_machine` reads the
-machine's memory. Only settings that do save memory are suggested, each with the number of bytes
-that it saves.
+The budget is a pure function of a footprint and of the machine's memory. `read_machine` reads the
+machine's memory. The budget suggests settings that save memory, each with the number of saved
+bytes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Budget:
     is "auto", the learner recomputes the activations of larger micro-batches.
     """
     has_versions_on_gpu: bool = False
-    """Whether a learner keeps the last version on its GPU, because the GPU has enough memory."""
+    """Whether a learner keeps the last version on its GPU."""
     evaluation_bytes: int = 0
     """Bytes that a learner of a single process may use for concurrent rollouts of held-out prompts.
     This is half of the memory that is otherwise free, but at least the bytes of one rollout.
@@ -89,9 +89,10 @@ def memory_budget(
     prompt_tokens: int = ASSUMED_PROMPT_TOKENS,
     num_ranks: int = 1,
 ) -> Budget:
-    """Return the memory that `role` needs; if `machine` has less, also settings that help.
+    """Return the memory that `role` needs, and settings that reduce it.
 
-    With several ranks the budget is that of each rank, and `machine` is the share of one rank.
+    Settings are suggested if `machine` has too little memory. With several ranks the budget is that
+    of each rank, and `machine` is the share of one rank.
     """
     footprint = Footprint(
         config=config,
@@ -140,9 +141,8 @@ def memory_budget(
 def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
     """Return the footprint of the fastest automatic settings with which a learner fits.
 
-    If none fits, return the choice that needs the least memory.
-
-    Versions in host memory do not slow a step; computing activations again slows it by a third.
+    If none fits, return the footprint that needs the least memory. Versions in host memory do not
+    slow a step. Computing activations again slows a step by a third.
     """
     chosen = footprint.config.learner.gradient_checkpointing
     choices = tuple(CHECKPOINTING)[: 3 if footprint.has_gpu else 2]
@@ -161,14 +161,14 @@ def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
 
 
 def _recompute_above(footprint: Footprint, own: _Memory) -> int:
-    """Return how many tokens a micro-batch may have so that its activations fit.
+    """Return the largest micro-batch, in tokens, whose activations fit.
 
     Activations of larger micro-batches are recomputed. Kept activations take at most half of the
-    free memory; the evaluation takes the other half.
+    free memory. The evaluation takes the other half.
 
     Args:
         footprint: the footprint of a learner with gradient checkpointing.
-        own: the memory in which the model is, with all items that the learner has there.
+        own: the memory with the model, and all of the learner's items in it.
     """
     limit = own.needed_bytes + max(0, -own.missing_bytes) // 2
     plain = footprint.changed({"learner.gradient_checkpointing": False})
@@ -186,7 +186,7 @@ def _who(footprint: Footprint, role: Role) -> str:
 
 
 def _chosen(footprint: Footprint, role: Role) -> str:
-    """Return text on the settings that decide a learner's memory; "" for other roles."""
+    """Return text on the settings that decide a learner's memory."""
     if role != "learner":
         return ""
     config = footprint.config
@@ -231,7 +231,7 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 
 
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
-    """Return settings, as pairs of key and value, that may save memory, the mildest first.
+    """Return (key, value) of settings that may save memory, the mildest first.
 
     The first settings change neither the results nor the speed of the run.
     """
@@ -253,8 +253,8 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
     """Return all remedies in order, and text on the remedies to use together.
 
-    Remedies are chosen in order until they suffice; a chosen remedy is then omitted if the others
-    suffice without it. If all remedies together do not suffice, the text says so.
+    Remedies are chosen in order until they suffice. A chosen remedy is then omitted if the others
+    suffice without it. If all remedies together do not suffice, the text tells so.
     """
     now = _model_bytes(footprint)
 
@@ -289,7 +289,7 @@ def _bare(value: Any) -> str:
 
 
 def _model_bytes(footprint: Footprint) -> int:
-    """Return the bytes that a learner needs in the model's memory and that settings can change.
+    """Return a learner's bytes in the model's memory that settings can change.
 
     On a CPU this memory also holds the versions, which no setting changes.
     """
@@ -314,7 +314,7 @@ def _too_short(missing: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """One memory of the machine, the GPU's or the host's, with the items to be held there."""
+    """The GPU's or the host's memory, with the items to be held there."""
 
     items: tuple[Item, ...]
     available_bytes: int
@@ -340,7 +340,7 @@ def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
 
 
 def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
-    """Return each memory of the machine with the items in it, the model's memory first."""
+    """Return each memory of the machine with its items, the model's memory first."""
     items = tuple(items)
     if machine.gpu_bytes is None:
         return [_Memory(items, machine.host_bytes)]

@@ -1,4 +1,4 @@
-"""The memory that each role needs, computed from the model's dimensions and the settings."""
+"""Memory that each role needs, by the model's dimensions and the settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Computes the memory, in bytes, that each role needs with a configuration and a model."""
+    """Computes the memory that each role needs, in bytes."""
 
     config: Config
     facts: ModelFacts
@@ -63,7 +63,7 @@ class Footprint:
     """Tokens of the micro-batch to budget for; None for the largest possible one."""
 
     def changed(self, changes: Mapping[str, Any]) -> Footprint:
-        """Return a copy of this footprint with other settings, given by dotted key."""
+        """Return a copy of this footprint with other settings, by dotted key."""
         config = self.config
         for key, value in changes.items():
             name, _, field = key.partition(".")
@@ -94,18 +94,22 @@ class Footprint:
         return self._step.largest.num_tokens
 
     def learner_items(self) -> tuple[Item, ...]:
-        """Return what a learner needs memory for: model, optimizer, a micro-batch, versions.
+        """Return a learner's items: model, optimizer, a micro-batch, versions.
 
         Masters and gradients are float32. A model that computes in bfloat16 also has the rounded
-        weights; its untrained weights (the base of an adapter, a reference) exist in bfloat16 only.
-        For the attribution of a mismatch the learner scores with a float32 model. Ranks shard all
-        of these models in float32, and round a layer to bfloat16 when they gather it. If the stored
-        version cannot serve as the model that samples held-out prompts (runtime/learner/setup.py),
-        a separate model samples them, which ranks keep in the host's memory. The keys and values of
-        one rollout are budgeted; more rollouts run if memory is left. A GPU with enough memory
-        keeps the last version and compares the next one with it during a step (engine/weights.py).
-        Before a step of several updates weights and moments are copied to the host, so that a step
-        that fails changes nothing.
+        weights. Its untrained weights (the base of an adapter, a reference) exist in bfloat16 only.
+
+        For attribution the learner scores with a float32 model. Ranks shard all of these models in
+        float32, and round a layer to bfloat16 when they gather it.
+
+        If the stored version cannot serve as the model for held-out prompts
+        (runtime/learner/setup.py), a separate model samples them. Ranks keep it in the host's
+        memory. The keys and values of one rollout are budgeted. More rollouts run if memory is
+        left.
+
+        A GPU with enough memory keeps the last version and compares the next one with it during a
+        step (engine/weights.py). A step of several updates first copies weights and moments to the
+        host, so that a failed step changes nothing.
         """
         beside = self._sizes_beside_model()
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
@@ -130,13 +134,12 @@ class Footprint:
 
     @property
     def _staged_bytes(self) -> int:
-        """Bytes of the largest weight and its gradient while they are moved for an update."""
         if self.config.optimizer.state != "offloaded":
             return 0
         return -(-8 * self._largest_trained // self.num_ranks)
 
     def _sizes_with_model(self) -> dict[str, int]:
-        """Return the bytes that a learner needs in the memory of the trained model, by name.
+        """Return a learner's bytes in the memory of the trained model, by name.
 
         An entry is 0 if its bytes are not needed, or are in other memory.
         """
@@ -176,7 +179,7 @@ class Footprint:
         return sizes
 
     def _sizes_beside_model(self) -> dict[str, int]:
-        """Return the bytes that a learner needs in the host's memory, by name.
+        """Return a learner's bytes in the host's memory, by name.
 
         All ranks are assumed to be on one machine.
         """
@@ -195,14 +198,14 @@ class Footprint:
 
     @property
     def may_keep_versions(self) -> bool:
-        """Whether a learner can keep versions on its GPU and encode the next version from them.
+        """Whether a learner can keep versions on its GPU, to encode the next.
 
         Only a learner of a single process that publishes deltas can do this.
         """
         return self.has_gpu and self._step.is_alone and self.config.network.codec != "full"
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
-        """Return what a worker needs memory for before its first rollout."""
+        """Return a worker's items before its first rollout."""
         num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
         return (
             Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
@@ -210,7 +213,7 @@ class Footprint:
         )
 
     def relay_items(self) -> tuple[Item, ...]:
-        """Return what a relay needs memory for: versions, and groups not yet acknowledged."""
+        """Return a relay's items: versions, and unacknowledged groups."""
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
         num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
@@ -219,20 +222,20 @@ class Footprint:
         )
 
     def bytes_per_rollout(self, dtype: str) -> int:
-        """Return the bytes of a full-length rollout's keys and values and its float32 logits."""
+        """Return the bytes of a full-length rollout: keys, values and float32 logits."""
         facts = self.facts
         per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[dtype]
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
 
     def _held_versions(self, role: Role) -> tuple[Item, ...]:
-        """Return what a worker or relay needs memory for besides a model: process and versions."""
+        """Return a worker's or relay's items besides a model: process and versions."""
         sizes = {"process": PROCESS_BYTES[role], "encoded versions": self._encoded_bytes}
         items = [Item(name=name, num_bytes=size, is_on_gpu=False) for name, size in sizes.items()]
         return (self._versions(KEEP_VERSIONS), *(item for item in items if item.num_bytes))
 
     @property
     def _encoded_bytes(self) -> int:
-        """Bytes of the deltas that a node keeps for nodes that join late.
+        """Return the bytes of the deltas that a node keeps for nodes that join late.
 
         After some tens of versions these deltas together are as large as a whole version. So the
         bytes of a whole version are counted.
@@ -248,10 +251,10 @@ class Footprint:
         return DTYPE_BYTES[self.config.model.dtype] * self._step.num_trained
 
     def _checkpoint_bytes(self, weights: int, moments: int) -> int:
-        """Bytes of a checkpoint that are in the host's memory while it is written.
+        """Return a checkpoint's bytes in the host's memory while it is written.
 
         A single process copies the weights from its GPU and writes them, and then the moments.
-        Ranks copy weights and moments at once, and need as much memory again to gather them.
+        Ranks copy weights and moments at once, and need the same memory again to gather them.
         """
         if not self.has_gpu:
             return 0
@@ -260,7 +263,7 @@ class Footprint:
 
     @property
     def _largest_trained(self) -> int:
-        """Number of parameters of the largest trained tensor; 0 with an adapter.
+        """Return the number of parameters of the largest trained tensor, 0 with an adapter.
 
         All tensors of an adapter are small.
         """
@@ -270,10 +273,10 @@ class Footprint:
 
     @property
     def evaluated_rollout_bytes(self) -> int:
-        """Bytes that one rollout of a held-out prompt takes in a learner of one process.
+        """Return the bytes of one rollout of a held-out prompt in a learner.
 
-        These are the bytes for keys and values, and for drawing a token. While the keys and values
-        of a layer grow by a token, they exist twice, so one more layer is counted. The result is 0
+        These are the bytes for keys and values, and for drawing a token. While a layer's keys and
+        values grow by a token, they exist twice. So one more layer is counted. The result is 0
         without evaluations. It is also 0 for several ranks, which use the host's free memory.
         """
         facts = self.facts
@@ -286,7 +289,6 @@ class Footprint:
 
     @property
     def _evaluation_bytes(self) -> int:
-        """Bytes for sampling held-out prompts, besides versions: weights and one rollout."""
         config, width = self.config, self._evaluation_width
         is_on_gpu = self.has_gpu and self._step.is_alone
         is_published = width == DTYPE_BYTES[config.model.dtype]
@@ -297,6 +299,6 @@ class Footprint:
 
     @property
     def _evaluation_width(self) -> int:
-        """Bytes per weight of the model that samples held-out prompts."""
+        """Return the bytes per weight of the model that samples held-out prompts."""
         as_trained = self._step.is_alone and not self.has_gpu
         return self._step.compute_bytes if as_trained else DTYPE_BYTES[self.config.model.dtype]

@@ -34,7 +34,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def find_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path | None:
-    """Return the model directory that a key names; None if the key names a model on the hub.
+    """Return the model directory that a key names, None for a model on the hub.
 
     Raises:
         ConfigError: if a revision is set for a directory.
@@ -67,11 +67,11 @@ _QUANTISED_WEIGHT = re.compile(r"(weight|qweight|packed|blocks)$")
 
 
 def check_unquantised(directory: Path) -> None:
-    """Refuse a model whose weights are quantised, because training could not change them.
+    """Refuse a model whose weights are quantised, so that training cannot change them.
 
     Raises:
-        DataError: if the weights are quantised. The text names the method, or one quantised tensor
-            if config.json names no method.
+        DataError: if the weights are quantised. The message names the method or one quantised
+            tensor.
     """
     try:
         table = json.loads((directory / "config.json").read_bytes())
@@ -98,14 +98,13 @@ def check_unquantised(directory: Path) -> None:
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
-    """Return the dimensions of the model in `directory` from its config.json.
+    """Return the dimensions of a directory's model from its config.json.
 
     Parameters are counted in the safetensors files, or estimated from the dimensions if files are
     missing.
 
     Raises:
-        DataError: if config.json is missing, is damaged or does not describe a causal language
-            model.
+        DataError: if config.json is missing or damaged, or describes no causal language model.
     """
     path = directory / "config.json"
     try:
@@ -151,7 +150,7 @@ def _dimension(dims: Mapping[str, Any], path: Path, *names: str, default: int | 
 
 
 def _count_stored(directory: Path) -> int:
-    """Return the number of parameters in a directory's safetensors files; 0 if files are missing.
+    """Return the number of parameters in safetensors files, 0 if files are missing.
 
     In the hub's cache some files may be missing, or still being downloaded.
     """
@@ -163,12 +162,11 @@ def _count_stored(directory: Path) -> int:
 
 
 def _count_in_file(path: Path) -> int:
-    """Return the number of parameters in a safetensors file, from the shapes in its header."""
     return sum(math.prod(entry["shape"]) for entry in _read_header(path).values())
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: the shape and dtype of each tensor.
+    """Return the header of a safetensors file, with each tensor's shape and dtype.
 
     Raises:
         DataError: if the file is not a safetensors file.
@@ -191,10 +189,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _estimate_params(facts: Mapping[str, int], *, is_tied: bool) -> int:
-    """Return an estimate of the number of parameters of a decoder from its dimensions.
-
-    The estimate assumes gated MLPs and no biases.
-    """
+    """Estimate the number of parameters of a decoder with gated MLPs and no biases."""
     hidden, head_dim = facts["hidden_size"], facts["head_dim"]
     attention = 2 * hidden * head_dim * (facts["num_heads"] + facts["num_kv_heads"])
     mlp = 3 * hidden * facts["intermediate_size"]

@@ -1,12 +1,12 @@
-"""The memory of a training step, computed from the model's dimensions and the settings.
+"""Memory of a training step, by the model's dimensions and the settings.
 
-The sums are for pre-norm decoders with gated MLPs whose attention never stores its score matrix;
-buffers of a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors
-of real steps, and bench/bench_memory.py with the memory of real processes.
+The sums are for pre-norm decoders with gated MLPs whose attention never stores its score matrix.
+Buffers of a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors
+of real steps. bench/bench_memory.py compares them with the memory of real processes.
 
-The memory of a step differs from moment to moment: the head's logits exist together with all
-activations, but most gradients exist only after the activations have been freed. So several moments
-are computed, and the one with the most bytes counts.
+The memory of a step differs from moment to moment. The head's logits exist together with all
+activations. Most gradients exist only after the activations have been freed. So several moments are
+computed, and the largest sum counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ hold few rollouts of very unequal lengths.
 """
 FREED_BYTES = 64 << 20
 """Bytes that a process on a CPU has freed and not yet returned: a quarter of GROWN_BYTES in
-engine/allocator.py, a higher layer that cannot be imported here.
+engine/allocator.py. This layer cannot import that module.
 """
 
 
@@ -63,7 +63,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """The sizes of the largest micro-batch, which determine the memory of a step."""
+    """The sizes of the largest micro-batch, which determine a step's memory."""
 
     num_tokens: int
     """Tokens that go through the model: at least those of a rollout, at most those of a step."""
@@ -80,7 +80,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFootprint:
-    """Computes the bytes that a learner's step needs in the memory of the trained model."""
+    """Computes the bytes of a learner's step in the trained model's memory."""
 
     config: Config
     facts: ModelFacts
@@ -103,7 +103,7 @@ class StepFootprint:
 
     @property
     def largest(self) -> _Pass:
-        """The sizes of the largest micro-batch, with rollouts of full length."""
+        """Return the sizes of the largest micro-batch, with rollouts of full length."""
         batch, limit = self.config.batch, self.config.learner.micro_batch_tokens
         completion, size = self.config.max_chain_tokens, batch.group_size
         num_together = _rollouts_per_row(self.facts, self.config, prompt_tokens=self.prompt_tokens)
@@ -131,7 +131,7 @@ class StepFootprint:
 
     @property
     def num_trained(self) -> int:
-        """Number of parameters that are trained and published: all, or the adapter's.
+        """Return the number of trained and published parameters: all, or the adapter's.
 
         A target module outside the usual seven is assumed to be as large as the largest of them.
         """
@@ -149,21 +149,23 @@ class StepFootprint:
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
 
     def fullest_moment(self) -> dict[str, int]:
-        """Return, by name, the bytes that a step needs besides the model at its fullest moment."""
+        """Return a step's bytes besides the model at its fullest moment, by name."""
         moments = list(self._moments())
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
 
     def _moments(self) -> Iterator[dict[str, int]]:
-        """Yield, for several moments of a step, the bytes needed besides the model, by name.
+        """Yield a step's bytes besides the model at several moments, by name.
 
-        One of these moments needs the most memory. During a micro-batch after the first, all
-        gradients exist. The first micro-batch starts without gradients. When its backward pass
-        reaches the last layer, the head's gradient exists; when it reaches the first layer, all
-        gradients except those of the first layer exist. The gradient of a tied head is kept in the
-        type of the products until the gradient of the embedding exists; then both are added to the
-        float32 gradient. On a CPU the process keeps freed activations until it grows again, and
-        reuses their memory for the first gradients of layers.
+        One of these moments needs the most memory. The first micro-batch starts without gradients.
+        When its backward pass reaches the last layer, the head's gradient exists. When it reaches
+        the first layer, all gradients except that layer's exist. In later micro-batches all
+        gradients exist.
+
+        The gradient of a tied head is kept in the type of the products until the gradient of the
+        embedding exists. Then both are added to the float32 gradient. On a CPU the process keeps
+        freed activations until it grows again, and reuses their memory for the first gradients of
+        layers.
         """
         one = "one layer or head"
         if not self.is_alone:
@@ -214,7 +216,7 @@ class StepFootprint:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that are counted for memory that a process on a CPU has freed, but still holds."""
+        """Return the bytes of memory that a process on a CPU has freed, but holds."""
         return FREED_BYTES if self._keeps_freed and self.is_alone else 0
 
     @property
@@ -248,11 +250,14 @@ class StepFootprint:
     def _layer_bytes(self, now: _Pass) -> int:
         """Return the bytes of the tensors that autograd keeps for one layer.
 
-        For each of the layer's two norms: its input in float32, the normalised value if the norm's
-        weight is trained, and its output. For attention: queries, keys, values and the output, in
-        float32 on a CPU; the output again as the input of a product; and on a GPU the rotated
-        query. Norms of heads count like the other norms. For the MLP: four tensors of its inner
-        width. The small matrices of an adapter have their own inputs.
+        The tensors are these:
+
+            each norm   its input in float32, its output, and the normalised value if its weight is
+                        trained; norms of heads count like the other norms
+            attention   queries, keys, values and the output, in float32 on a CPU; the output again
+                        as the input of a product; on a GPU the rotated query
+            MLP         four tensors of its inner width
+            adapter     the inputs of its small matrices
         """
         facts, width = self.facts, self.compute_bytes
         rank = self.config.lora.rank
@@ -269,11 +274,11 @@ class StepFootprint:
 
     @property
     def _passing_bytes(self) -> int:
-        """Bytes of the gradients that exist inside a layer during its backward pass.
+        """Return the bytes of gradients inside a layer during its backward pass.
 
         They are two tensors of the MLP's inner width, or the gradients of a norm if those are
-        larger. On a GPU measurements did not show these bytes: they reuse the memory of the layer's
-        activations.
+        larger. On a GPU measurements did not show these bytes, since they reuse the memory of the
+        layer's activations.
         """
         if self.has_gpu:
             return 0
@@ -285,8 +290,8 @@ class StepFootprint:
     def code_bytes(self) -> int:
         """Bytes that a CPU caches for bfloat16 products.
 
-        For each size of a row the cache has a copy of a layer's weights, and a copy of those
-        columns of the head that are used at once.
+        For each size of a row, the cache copies a layer's weights and the head's columns that are
+        used at once.
         """
         if not self._keeps_freed or self.compute_bytes != 2 or not self.is_alone:
             return 0
@@ -295,11 +300,11 @@ class StepFootprint:
         return NUM_ROW_SIZES * 2 * num_copied
 
     def _working_bytes_of_a_rank(self) -> int:
-        """Return the bytes that a rank needs only for a moment, at the moment that needs most.
+        """Return the bytes that a rank needs only for a moment, at the fullest moment.
 
         Three moments are compared. In the first a layer is computed again, and its gradients exist.
         In the second the head is computed. In the third the gradients of embedding and head are
-        gathered; then the activations are freed already, and no layer is gathered.
+        gathered. Then the activations are already freed, and no layer is gathered.
         """
         facts, width = self.facts, self.compute_bytes
         # Under an adapter neither of them has a gradient.
@@ -313,13 +318,13 @@ class StepFootprint:
         return max(layer, max(self._head_bytes()) + head, gathered)
 
     def _head_bytes(self) -> tuple[int, int]:
-        """Return the bytes that the log-probabilities need in the forward and in the backward pass.
+        """Return the bytes for log-probabilities in the forward and the backward pass.
 
         In both passes kernels/torch_kernels.py holds the logits and the states. The forward pass
         also holds the exponentials of the logits, and in bfloat16 a float32 chunk of the head. The
-        backward pass also holds the float32 gradient of the states, a float32 chunk of the head or
-        of its gradient, and in bfloat16 two 16-bit copies of the logits. On a GPU in bfloat16,
-        kernels/triton_kernels.py needs the same number of bytes in both passes.
+        backward pass also holds the float32 gradient of the states, and a float32 chunk of the head
+        or of its gradient. In bfloat16 it also holds two 16-bit copies of the logits. On a GPU in
+        bfloat16, kernels/triton_kernels.py needs the same number of bytes in both passes.
         """
         facts, rows = self.facts, self.largest.num_scored
         chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
@@ -362,16 +367,16 @@ class StepFootprint:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of each number in the learner's matrix products; "auto" counts as float32."""
+        """Bytes of each number in the learner's matrix products, 4 for "auto"."""
         return DTYPE_BYTES.get(self.config.learner.dtype, 4)
 
 
 def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) -> int:
     """Return the number of rollouts that share their prompt in one row.
 
-    These rollouts fill at most half of a micro-batch. The number is 1 if rollouts do not share
-    prompts, or if sharing saves too little. The number is computed for completions of full length.
-    Sharing saves more with shorter completions, so they then share their prompts, too.
+    They fill at most half of a micro-batch. The number is 1 if rollouts do not share prompts, or if
+    sharing saves too little. Completions of full length are assumed. Sharing saves more with
+    shorter completions, so they then share their prompts, too.
     """
     completion = config.max_chain_tokens
     num_fitting = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
