@@ -1,14 +1,14 @@
 """Book of leases: which worker has a lease of which group, and when the lease expires.
 
-A lease gives one attempt at a group to one worker for a time; progress renews the lease. The group
+A lease gives one attempt at a group to one worker for a time. Progress renews the lease. The group
 of an expired lease waits to be granted again, before new groups (`leases/groups.py` has a table of
 these states). The first valid result of a group is accepted, whatever its attempt. A later result
 is a duplicate and does no harm.
 
-The book remembers an expired lease until its group ends, so a worker that still lists the lease
-does not bring it back. Until the group ends, the book also remembers which worker was granted each
-attempt; after a restart the ledger supplies these workers. The learner accepts a result or a
-failure of a group only from these workers.
+The book remembers an expired lease until its group ends. So a worker that still lists the lease
+does not bring it back. Until the group ends, the book also remembers the worker of each attempt.
+After a restart the ledger supplies these workers. The learner accepts a result or a failure of a
+group only from these workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_WORKERS = 10_000
 
 @dataclass(slots=True)
 class LeasedWorker:
-    """The facts about a worker that decide its grants; each heartbeat updates these facts."""
+    """The facts about a worker that decide its grants; each heartbeat updates them."""
 
     node_id: str
     installed: PolicyVersion | None = None
@@ -57,7 +57,7 @@ class LeasedWorker:
     """Number of groups that wait at the worker to be continued."""
 
     def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
-        """Return whether the worker takes leases and has a version that is in `usable`."""
+        """Return whether the worker takes leases and has a version in `usable`."""
         is_welcome = not self.is_stuck and not self.is_set_aside
         return is_welcome and self.capacity > 0 and self.installed in usable
 
@@ -108,7 +108,7 @@ class LeaseBook:
         return self._deadlines.first
 
     def deadline_of(self, record: LeaseRecord) -> float | None:
-        """Return when a lease expires; None if the lease has ended or its result has arrived."""
+        """Return when a lease expires; None if it has ended or its result has arrived."""
         is_watched = not record.is_over and not record.is_delivered
         return record.renewed_at + self.timeout_s if is_watched else None
 
@@ -131,7 +131,7 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """Set `num_beside` of the leases that a worker got at `now` to its number of leases."""
+        """Note, in the leases that a worker got at `now`, how many leases it now holds."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:
@@ -149,7 +149,7 @@ class LeaseBook:
     # --- what happens to a group ---
 
     def _handle(self, group: OpenGroup, event: Event) -> None:
-        """Apply an event to a group, then update the indexes by state and by worker.
+        """Apply an event to a group, and update the indexes by state and by worker.
 
         Raises:
             LocalProtocolError: if the event cannot happen in the state of the group.
@@ -175,16 +175,16 @@ class LeaseBook:
         return self.adopt(group_id, self.group(group_id).num_attempts, worker_id, now=now)
 
     def adopt(self, group_id: int, attempt: int, worker_id: str, *, now: float) -> LeaseRecord:
-        """Enter an attempt that a worker holds already, for example from before a restart."""
+        """Enter an attempt that a worker already holds, for example from before a restart."""
         group = self._groups.setdefault(group_id, OpenGroup(group_id))
         self._handle(group, Leased(attempt, worker_id, now))
         return group.leases[-1]
 
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
-        """Enter a group from before a restart of the learner; `holders` maps attempts to workers.
+        """Enter a group from before a restart; `holders` maps attempts to workers.
 
-        LOST_WORKER holds the lease of the newest attempt until the worker of this attempt claims
-        the lease, or until the lease expires.
+        LOST_WORKER holds the lease of the newest attempt. This ends when the worker of the attempt
+        claims the lease, or when the lease expires.
         """
         self.adopt(group_id, max(holders), LOST_WORKER, now=now)
         self._groups[group_id].holders = dict(holders)
@@ -200,13 +200,13 @@ class LeaseBook:
             self._handle(group, GroupEnded())
 
     def revoke(self, record: LeaseRecord) -> None:
-        """End one lease; if its group has no other lease, the group waits to be granted again."""
+        """End one lease; if it was its group's last, the group waits to be granted again."""
         group = self._groups[record.group_id]
         event = LeaseEnded if len(group.leases) > 1 else LastLeaseEnded
         self._handle(group, event(record))
 
     def revoke_attempt(self, group_id: int, attempt: int) -> None:
-        """End the lease of an attempt, whichever worker holds it; do nothing if no worker does."""
+        """End the lease of an attempt, whichever worker holds it; do nothing without a lease."""
         for record in list(self.group(group_id).leases):
             if record.attempt == attempt:
                 self.revoke(record)
@@ -220,7 +220,7 @@ class LeaseBook:
         return late
 
     def give_back(self, group_id: int, attempt: int, worker_id: str) -> None:
-        """End the lease of an attempt that its worker gives up; the group is granted again."""
+        """End a lease that its worker gives up; the group is granted again."""
         self.revoke_attempt(group_id, attempt)
         # The worker lists the lease until it receives the acknowledgement.
         self._groups[group_id].expired.add((attempt, worker_id))

@@ -1,6 +1,6 @@
 """Checks of a worker's rollouts: whether they can have been sampled for their lease.
 
-Each check returns the reason for which the rollouts are refused, or None if they are valid.
+Each check returns the reason for refusing the rollouts, or None if they are valid.
 `core.rollout.find_fault` checks whether the rollouts are too old.
 """
 
@@ -17,7 +17,7 @@ from echo.wire.messages import BAD_LOGPROBS, Lease
 
 
 def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str | None:
-    """Return why a group cannot be the result of its lease under the settings; None if it can."""
+    """Return why a group cannot be the result of its lease, or None if it can."""
     if group.prompt_ids.tolist() != list(lease.prompt_ids):
         if not settings.prompts_are_free:
             return "another_prompt"
@@ -40,7 +40,7 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
 
 
 def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSettings) -> str | None:
-    """Return why a rollout is too long, or has chains that it must not have; else None."""
+    """Return why a rollout is too long, or has forbidden chains; else None."""
     longest = num_tokens = rollout.num_tokens
     if len(rollout.branches):
         if settings.max_tree_tokens is None:
@@ -55,7 +55,7 @@ def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSetting
 def find_partial_fault(
     members: Sequence[PartialRollout], settings: LeaseSettings, *, step: int
 ) -> str | None:
-    """Return why members cannot be a group's partial rollouts at this step; None if they can."""
+    """Return why members cannot be partial rollouts at this step; None if they can."""
     if len(members) != settings.group_size:
         return f"{len(members)} members"
     for member in (member for member in members if member.num_tokens):
@@ -72,7 +72,7 @@ def find_partial_fault(
 
 
 def _find_token_fault(tokens: Tokens, vocab_size: int) -> str | None:
-    """Return the fault of one or more sampled tokens; None if they are valid."""
+    """Return the fault of sampled tokens; None if they are valid."""
     ids, logprobs = tokens.token_ids, tokens.sampler_logprobs
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
         return BAD_LOGPROBS

@@ -12,7 +12,7 @@ Waiting groups are granted again, the oldest first. The result of a closed group
 or the group has ended with a reason.
 
 The table below is `TABLE`: the state to which each event leads. `-`: the event leaves the state as
-it is. `!`: the event cannot happen in this state; it would be a fault of the learner, and raises an
+it is. `!`: the event cannot happen in this state. It would be a fault of the learner, and raises an
 error.
 
              Leased   LeaseEnded  LastLeaseEnded  ResultArrived  GroupEnded
@@ -102,7 +102,7 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """A request to the holder of a lease to give up the lease for another worker."""
+    """A request to a lease's holder to give up the lease for another worker."""
 
     worker_id: str
     """The idle worker that is to be granted the group."""
@@ -117,7 +117,7 @@ class MoveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Event: a worker is granted an attempt, or claims one that was granted before a restart."""
+    """Event: a worker is granted an attempt, or claims one from before a restart."""
 
     attempt: int
     worker_id: str
@@ -243,7 +243,7 @@ class OpenGroup:
 
     @property
     def newest_attempt(self) -> int:
-        """The newest attempt for which a worker holds a lease; -1 if there is none."""
+        """The newest attempt for which a worker holds a lease; -1 without one."""
         return max((record.attempt for record in self.leases), default=-1)
 
     def find(self, attempt: int, worker_id: str) -> LeaseRecord | None:

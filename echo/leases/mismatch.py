@@ -2,8 +2,8 @@
 
 The learner computes the log-probability of every token that it trains on. So for each group it
 knows how far the worker's log-probabilities are from its own: `mismatch_kl`, nats per token. An
-honest worker has a mismatch above 0, because engines and data types round differently, and older
-weights increase it. So a worker is compared only with its equals: the workers of the same engine
+honest worker has a mismatch above 0, because engines and data types round differently. Older
+weights increase it. So a worker is compared only with its equals, the workers of the same engine
 and data type. Each of its groups is compared only with their groups of the same staleness.
 
 A worker is reported by name and set aside, like a useless worker (`leases/usefulness.py`), if all
@@ -14,7 +14,7 @@ of these conditions hold:
 * The median ratio of its groups' mismatch to its equals' mismatch is at least TIMES.
 * Its median mismatch is above FLOOR, whatever the equals' mismatch is.
 
-Medians are used because the estimate is exponential in the difference at a single token: one token
+Medians are used because the estimate is exponential in the difference at a single token. One token
 can raise the mean of fifty groups, and no honest worker may be set aside for that. Rewards are not
 compared, because they differ by prompt.
 """
@@ -36,8 +36,10 @@ MIN_EQUAL = 5
 TIMES = 5.0
 """Least ratio of a worker's mismatch to its equals' mismatch at which the worker stands out."""
 FLOOR = 0.005
-"""Nats per token; a worker with a lower mismatch does not stand out. Honest workers have a mismatch
-of 0.001 with float32, and a few times as much with old weights or bfloat16.
+"""Nats per token; a worker with a lower mismatch does not stand out.
+
+Honest workers have a mismatch of 0.001 with float32. With old weights or bfloat16 it is a few times
+as much.
 """
 
 _Place = tuple[str, int]
@@ -58,14 +60,12 @@ class Sampled:
 
 @dataclass(slots=True)
 class _Window:
-    """The newest trained groups of a worker."""
-
     groups: deque[tuple[_Place, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """(place, mismatch) of each group, oldest first."""
 
 
 def level(staleness: float) -> int:
-    """Return the level of a staleness; values of the same level differ by at most about a third."""
+    """Return the level of a staleness; values of one level differ by at most about a third."""
     return round(3 * math.log2(1 + max(0.0, staleness)))
 
 

@@ -1,7 +1,7 @@
 """Open groups of a run: which groups were granted and have not ended, and how a group ends.
 
 A group is open from its first grant until its result is stored or it ends with a reason. Group ids
-are granted in order, so two values are enough: the first id that was never granted, and the ids
+are granted in order. So two values are enough: the first id that was never granted, and the ids
 below it that have ended. The leases of open groups are in the book (`leases/book.py`).
 """
 
@@ -73,7 +73,7 @@ class OpenGroups:
         return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def reach(self, group_id: int) -> None:
-        """Record that a group is granted or ended, so that the next new group has a higher id."""
+        """Note that an id is granted or ended, so that the next new group has a higher id."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
     def close(self, group_id: int) -> None:

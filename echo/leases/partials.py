@@ -1,7 +1,7 @@
 """Partial groups: unfinished groups that are kept, sent to the learner, and continued later.
 
-A **partial group** is a leased group while it is sampled. A worker keeps a partial group among its
-leases (`leases/worker/held.py`), and applies the staleness policy whenever the group enters an
+A **partial group** is a leased group while it is sampled. A worker keeps it among its leases
+(`leases/worker/held.py`). The worker applies the staleness policy whenever the group enters an
 engine again. Every `ship_s` seconds the worker ships the group: it sends the tokens to the learner
 (`leases/worker/keeper.py`). The learner keeps the tokens (`ShippedPartials`) and sends them to the
 next worker that gets the group.
@@ -85,7 +85,7 @@ class PartialRules:
 
 @dataclass(frozen=True, slots=True)
 class FreshPartials:
-    """The members to continue, with the number of their tokens that were masked or dropped."""
+    """The members to continue, with the number of their masked or dropped tokens."""
 
     members: list[PartialRollout]
     num_masked: int
@@ -161,7 +161,7 @@ def _refresh_one(
 MAX_HELD_BYTES = 1 << 30
 """Most bytes of shipped rollouts that are kept: at nine bytes per token, 100 million tokens."""
 _LIST_BYTES = 16
-"""Most bytes that the encoding of a list with a single frame adds to the frame."""
+"""Most bytes that encoding a list with one frame adds to the frame."""
 PARTIAL_COUNTS = (
     "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "too_old_tokens",
     "age_sum", "shipped",
@@ -172,7 +172,7 @@ PARTIAL_COUNTS = (
 def _split(
     leases: Sequence[Lease], begun: Sequence[bytes]
 ) -> Iterator[tuple[tuple[Lease, ...], list[bytes]]]:
-    """Split the leases into parts that fit into a message; yield each part with its members."""
+    """Yield the leases in parts that fit into a message, each with its members."""
     start = num_bytes = 0
     for index, (lease, frame) in enumerate(zip(leases, begun, strict=True)):
         size = len(msgspec.msgpack.encode(lease)) + len(frame)
@@ -211,7 +211,7 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Store `frame`: the members of a group, as an attempt has shipped them.
+        """Store `frame`, the members of a group as an attempt has shipped them.
 
         If a newer attempt has shipped at least `num_tokens` tokens, nothing changes. If there is
         too little space, the members are dropped and counted.
@@ -234,7 +234,7 @@ class ShippedPartials:
             self.num_bytes -= len(kept.frame)
 
     def grants(self, leases: Sequence[Lease]) -> list[tuple[Grant, tuple[Frame, ...]]]:
-        """Return the messages that grant these leases, with the members shipped for each."""
+        """Return the messages that grant these leases, each with its shipped members."""
         kept = [self._kept.get(lease.group_id) for lease in leases]
         self._counters.add("partials/handed_over", len(kept) - kept.count(None))
         frames = [b"" if each is None else each.frame for each in kept]
@@ -244,7 +244,7 @@ class ShippedPartials:
         ]
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add to the counters how much a worker's counts have grown since its last heartbeat.
+        """Add the growth of a worker's counts since its last heartbeat to the counters.
 
         Also set the worker's `num_waiting` from the heartbeat.
         """
@@ -354,7 +354,7 @@ def _header_of(member: PartialRollout, blocks: tuple[bytes, bytes]) -> MemberHea
 
 
 def decode_members(frame: Frame) -> list[PartialRollout]:
-    """Return the members of a partial group, decoded from a frame; their arrays are copies.
+    """Decode the members of a partial group from a frame; their arrays are copies.
 
     Raises:
         RemoteProtocolError: if sizes disagree or a field is out of range.
@@ -383,7 +383,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 
 def _checked_size(header: MemberHeader) -> int:
-    """Return a member's number of tokens, after all checks that need only its header."""
+    """Check all that needs only a member's header; return its number of tokens."""
     size = sum(count for _, _, count in header.spans)
     if size > MAX_TOKENS:
         raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")
@@ -426,7 +426,7 @@ def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
 
 
 def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
-    """Return the partial groups in a worker's file; [] if the file belongs to another run.
+    """Return the partial groups in a worker's file; [] if it belongs to another run.
 
     Raises:
         RemoteProtocolError: if the file is damaged.

@@ -4,9 +4,9 @@
 * If a worker no longer lists a lease that it was asked to give up, the lease ends, and its group is
   reserved for the worker that the request names.
 * If the worker lists a lease that the book does not have, for example after a restart of the
-  learner, the lease is entered in the book. But if the group has ended, if another worker continues
-  the group, or if the worker was not granted this attempt, the lease is not entered, and the
-  learner reports it to the worker as unwanted.
+  learner, the lease is entered in the book. There are three exceptions: the group has ended,
+  another worker continues the group, or the worker was not granted this attempt. Then the lease is
+  not entered, and the learner reports it to the worker as unwanted.
 * A listed lease that has expired is not entered again, but still occupies a place of its worker.
 """
 
@@ -109,7 +109,7 @@ class Reconciling:
     def _on_listed(
         self, record: LeaseRecord, state: LeaseState, has_progress: bool, now: float
     ) -> None:
-        """Renew a lease if its worker makes progress on its group or on groups before it."""
+        """Renew a lease if its worker makes progress on its group or an earlier one."""
         record.is_confirmed = True
         self._finish_times.on_lease_state(record, state, now=now)
         is_idle = state.num_tokens <= 0 or state.is_waiting
@@ -117,7 +117,7 @@ class Reconciling:
             record.renew(num_tokens=max(state.num_tokens, record.num_tokens), now=now)
 
     def _on_missing(self, record: LeaseRecord, now: float) -> Lease | None:
-        """Handle a lease that its worker does not list; return the lease to send again, or None."""
+        """Return the lease to send again if its worker should list it, or None."""
         if record.is_confirmed and record.request is not None:
             self._groups.leases.revoke(record)
             self._groups.released[record.group_id] = record.request.worker_id
@@ -140,7 +140,7 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Enter those leases that a worker lists and the book lacks, unless they are unwanted.
+        """Enter the leases that a worker lists and the book lacks, unless they are unwanted.
 
         The result is the (group id, attempt) of each unwanted lease.
         """

@@ -1,6 +1,6 @@
 """Results of workers: whether a delivered group is accepted, and how a failed group ends.
 
-The states of a group: `leases/groups.py`.
+`leases/groups.py` has the states of a group.
 
 * Only a worker that was granted the attempt named in its message, now or before, may end a group.
   From any other worker the message is refused, and the lease stays as it is.
@@ -10,8 +10,8 @@ The states of a group: `leases/groups.py`.
 * A group whose samples are too old or from an abandoned lineage is refused with this reason and
   granted again. The worker is notified and drops the result. Only the first refusal of a lease is
   recorded.
-* If several workers had a group, all but the first to deliver it are told to stop, and this is
-  recorded as well.
+* If several workers had a group, the first one that delivers it wins. The others are told to stop,
+  and this is recorded as well.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StoreGroup(Action):
 
 @dataclass(frozen=True, slots=True)
 class GroupStored:
-    """Event: a group from which something can be learned is in the ledger and in the buffer."""
+    """Event: a useful group is in the ledger and in the buffer."""
 
     group_id: int
 
@@ -78,7 +78,7 @@ class GroupDiscarded:
 
 
 class Results:
-    """Handles what workers report about groups: accepts or refuses results, and ends groups."""
+    """Accepts or refuses workers' results, and ends groups."""
 
     def __init__(
         self,
@@ -188,10 +188,10 @@ class Results:
     def _without_prompt(
         self, node_id: str, message: Deliver, fault: DataError | PromptPendingError
     ) -> list[Action]:
-        """Handle a delivered group without a usable prompt: end it unless the prompt is being made.
+        """Handle a delivered group without a usable prompt.
 
-        If the prompt is being made, the worker gets no acknowledgement, so it delivers the group
-        again.
+        If the prompt is still being made, the worker gets no acknowledgement, so it delivers the
+        group again. Otherwise the group ends.
         """
         if isinstance(fault, PromptPendingError):
             return []
@@ -203,7 +203,6 @@ class Results:
         ]
 
     def _find_fault(self, group: Group, message: Deliver, node_id: str) -> str | None:
-        """Return the reason why a delivered group cannot be accepted; None if it can."""
         label = (message.group_id, message.attempt, node_id)
         if (group.group_id, group.attempt, group.worker_id) != label:
             return "mislabelled"
@@ -227,7 +226,7 @@ class Results:
         return is_theirs or not self._groups.is_open(message.group_id)
 
     def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
-        """Refuse a message about an attempt that was not granted to its sender; end no lease."""
+        """Refuse a message about an attempt that its sender was not granted; end no lease."""
         self._counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
         notes = self._peer_faults.note(node_id, "not_leased", text, now=now)
@@ -274,10 +273,10 @@ class Results:
     # --- partial rollouts ------------------------------------------------------------------------
 
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
-        """Store a worker's unfinished rollouts of a group for the next worker that gets the group.
+        """Store a worker's unfinished rollouts of a group for the group's next worker.
 
-        If the worker holds no lease of the group, the rollouts are dropped, because they may be
-        late or invented.
+        If the worker holds no lease of the group, the rollouts are dropped. They may be late or
+        invented.
 
         Raises:
             RemoteProtocolError: if the message is malformed or cannot have been sampled.
@@ -328,7 +327,7 @@ class Results:
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
-        """End the lease of a group that other workers may be able to sample, and log a warning."""
+        """End the lease of a group that other workers may be able to sample; log a warning."""
         self._groups.leases.give_back(message.group_id, message.attempt, node_id)
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
@@ -365,7 +364,7 @@ class Results:
 
 
 def _printable(text: str) -> str:
-    """Return the last MAX_CAUSE_LENGTH characters of a text, with "?" for control characters."""
+    """Return a text's last MAX_CAUSE_LENGTH characters, with "?" for control characters."""
     return "".join(
         char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
     )

@@ -62,7 +62,7 @@ class RunState:
 
 
 class AcceptedGroups(Protocol):
-    """What the scheduler asks about the groups that are accepted and not yet trained on."""
+    """The scheduler's view of the groups that are accepted and not yet trained on."""
 
     num_trimmed_tokens: int
     """Number of tokens that the buffer has masked because they had grown too old."""
@@ -74,11 +74,11 @@ class AcceptedGroups(Protocol):
         """Return the number of groups that wait to be trained on."""
 
     def num_unspent(self, *, step: int) -> int:
-        """Return the number of accepted groups that none of the first `step` steps has used."""
+        """Return how many accepted groups the first `step` steps have not used."""
 
 
 class PromptPendingError(EchoError):
-    """The prompt is still being made; a round of grants starts once the prompt is ready."""
+    """The prompt is still being made; a round of grants starts once it is ready."""
 
 
 class Prompts(Protocol):

@@ -40,8 +40,9 @@ from echo.wire.actions import Action, PeerFaults, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
-"""Least time between two rounds of grants in a large fleet, in seconds per node: with 1000 nodes it
-is 0.3 s. Between two rounds the workers sample the groups in their queues.
+"""Least time between two rounds of grants in a large fleet, in seconds per node.
+
+With 1000 nodes it is 0.3 s. Between two rounds the workers sample the groups in their queues.
 """
 
 WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
@@ -133,7 +134,7 @@ class Scheduler:
     def wait_reason(
         self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
     ) -> WaitReason:
-        """Return the reason why no group of the next batch can be granted; "" if there is none."""
+        """Return why no group of the next batch can be granted; "" if there is no reason."""
         quota = self.quota
         if quota.num_running or quota.is_batch_complete:
             return ""
@@ -170,11 +171,11 @@ class Scheduler:
     # --- rounds of grants ------------------------------------------------------------------------
 
     def grant(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
-        """Make a round of grants; return the actions that record the grants and send them."""
+        """Make a round of grants; return the actions that record and send the grants."""
         return self._apply(self._decide(workers, now), now)
 
     def _decide(self, workers: Sequence[LeasedWorker], now: float) -> Decisions:
-        """Return the decisions of a round; change no group and no lease."""
+        """Return the decisions of a round, without changing a group or a lease."""
         quota = self.quota
         occupancy = Occupancy(
             workers,
@@ -275,12 +276,11 @@ class Scheduler:
     # --- messages --------------------------------------------------------------------------------
 
     def _send(self, node_id: str, leases: Sequence[Lease]) -> list[Action]:
-        """Return the actions that send Grants of these leases, with shipped partial rollouts."""
         messages = self.groups.shipped.grants(leases)
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def _reclaim(self, records: Iterable[LeaseRecord]) -> list[Action]:
-        """Return the actions that send Reclaims, which ask holders to give up these leases."""
+        """Ask the holders of these leases to give them up."""
         asked: dict[tuple[str, bool], list[tuple[int, int]]] = {}
         for record in records:
             assert record.request is not None, "it is asked for"

@@ -1,17 +1,17 @@
 """Usefulness of workers: which workers deliver groups that training can learn from.
 
 The learner grants prompts without regard to the worker. So a useful group comes from an honest
-worker with a probability equal to that worker's share of all delivered groups. A worker that
-returns equal rewards, because it is broken or dishonest, need not sample, so it becomes the fastest
-worker and gets most of the leases. Two rules prevent such a worker from stopping a run.
+worker with a probability equal to that worker's share of all delivered groups. A broken or
+dishonest worker that returns equal rewards need not sample. So it becomes the fastest worker and
+gets most of the leases. Two rules prevent such a worker from stopping a run.
 
 **Set aside.** When a useful group arrives, each worker is credited with its share of the groups
-that were delivered since the previous useful group. A worker is set aside once its credits sum up
-to EXPECTED groups or more, while the number of its useful groups is at most LEAST_SHARE of these
-credits. The worker then gets no groups for AWAY_S, and its count begins again. The number of useful
-groups of an honest worker scatters no more than Poisson's law says. So if 20 useful groups are
-expected, the probability of 2 or fewer is 5e-7. If the whole fleet learns nothing, no worker is
-credited, so none is set aside.
+that were delivered since the previous useful group. A worker is set aside under two conditions. Its
+credits sum up to EXPECTED groups or more, and the number of its useful groups is at most
+LEAST_SHARE of these credits. The worker then gets no groups for AWAY_S, and its count begins again.
+The number of an honest worker's useful groups scatters no more than Poisson's law says. So if 20
+useful groups are expected, the probability of 2 or fewer is 5e-7. If the whole fleet learns
+nothing, no worker is credited, so none is set aside.
 
 **A quorum.** A run ends after `max_zero_signal_groups` groups in a row without a useful group. If
 nearly all of these groups are from one worker, this worker gets no groups until the other workers
@@ -41,7 +41,7 @@ ALONE_S = 60.0
 
 @dataclass(slots=True)
 class _Record:
-    """The useful groups of one worker: the number credited to it, and the number it delivered."""
+    """A worker's useful groups: the number credited and the number delivered."""
 
     expected: float = 0.0
     useful: float = 0.0
@@ -165,7 +165,7 @@ class Usefulness:
         return texts
 
     def _find_dominant(self, others: Collection[str]) -> str | None:
-        """If one worker made nearly all groups since the last useful group, set it aside.
+        """Set a worker aside if it made nearly all groups since the last useful group.
 
         Returns a line for the operator; None if no worker was set aside.
         """

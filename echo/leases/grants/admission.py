@@ -5,12 +5,12 @@ A lease is granted to a worker with installed step w while
     (S + w + 1) * B - (consumed + buffered + running) > 0        in groups
 
 S is the bound on staleness and B the number of groups per step. `consumed` is B times the number of
-finished steps. `buffered` counts the accepted groups that no finished step has used; the groups of
+finished steps. `buffered` counts the accepted groups that no finished step has used. The groups of
 a step under way are among them. `running` counts a group once, even if two workers run it.
 
-The consumed, buffered and running groups are the promised groups. So a group is granted only if the
-groups that are already promised leave a place in the batches that may train on samples of version
-w. A group beyond these batches would be stale.
+The consumed, buffered and running groups are the promised groups. The left term counts the groups
+of all batches that may train on samples of version w. So a group is granted only if these batches
+still have a place for it. A group beyond these batches would be stale.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Bounds = Mapping[PolicyVersion | None, int]
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
     """Return the number of groups in all batches that may train on samples of a version.
 
-    A worker that has installed the version may be granted a group while the number of groups
-    consumed, buffered or running is lower than the result.
+    A worker with this version may be granted a group while fewer groups are consumed, buffered or
+    running.
 
     Args:
         max_staleness: S, the bound on staleness in steps, inclusive.
         installed_step: w, step of the weights that the worker samples from.
         groups_per_step: B, the number of groups that a step trains on.
+
     Source: AReaL's capacity rule with the worker's version in place of the learner's.
     """
     return (max_staleness + installed_step + 1) * groups_per_step
@@ -43,8 +44,8 @@ def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: i
 def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) -> int:
     """Return the step of the oldest version that may sample the next group.
 
-    The step is the lowest w for which `most_promised` is above `num_promised`, the number of groups
-    consumed, buffered or running.
+    It is the lowest w for which `most_promised` is above `num_promised`. That is the number of
+    groups consumed, buffered or running.
     """
     return max(0, num_promised // groups_per_step - max_staleness)
 
@@ -52,7 +53,7 @@ def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) 
 def oldest_version(
     lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
 ) -> PolicyVersion | None:
-    """Return the oldest version that may sample the next group; None if there is no such version.
+    """Return the oldest version that may sample the next group; None if there is none.
 
     Each lineage may have a version with the step `oldest_step`. Versions that a resume has
     abandoned are left out.
@@ -81,7 +82,7 @@ class Quota:
 
     @property
     def num_promised(self) -> int:
-        """Number of promised groups: groups consumed, accepted or running."""
+        """Number of promised groups: consumed, accepted or running."""
         return self.step * self.groups_per_step + self.num_unspent + self.num_running
 
     @property
@@ -97,8 +98,8 @@ class Quota:
     def is_closed(self, newest: PolicyVersion | None) -> bool:
         """Return whether a round of grants would change nothing, whatever the workers hold.
 
-        In a fleet that is fast enough nearly all calls return true, because all groups that
-        admission allows for the `newest` version are granted already.
+        In a fleet that is fast enough nearly all calls return true. All groups that admission
+        allows for the `newest` version are then granted already.
         """
         step = self.step if newest is None else newest.step
         return self.num_promised >= self.limit(step) and not self.is_batch_waiting
@@ -106,7 +107,7 @@ class Quota:
     def limit(self, installed_step: int) -> int:
         """Return the limit on promised groups for workers with the weights of `installed_step`.
 
-        Once this number of groups is promised, these workers are granted no more.
+        These workers are granted no group once so many groups are promised.
         """
         return most_promised(
             max_staleness=self.max_staleness,

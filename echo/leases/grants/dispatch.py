@@ -1,6 +1,6 @@
 """Dispatch of groups to workers: which worker gets a new group, and which helps with a running one.
 
-Three decisions, all from the estimates of `leases/grants/finish_times.py`:
+The three decisions use the estimates of `leases/grants/finish_times.py`:
 
 * dispatch: the next group goes to the worker that should finish it first;
 * moves: a holder gives up a lease for a worker with nothing to do;
@@ -47,24 +47,25 @@ decides how much later.
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return the time that a group takes in an engine with `num_groups`, divided by its time alone.
+    """Return the factor by which a group takes longer in an engine with `num_groups`.
 
-    The engine has places for `num_places` groups.
+    The factor compares with a group that is alone. The engine has places for `num_places` groups.
     """
     return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
 
 
 @dataclass(slots=True)
 class Load:
-    """The load of one worker in a round, including the groups that the round has placed on it."""
+    """The load of a worker, including the groups that the round has placed on it."""
 
     node_id: str
     capacity: int
     """Number of groups that the worker can hold."""
     num_held: int
     most_promised: int
-    """Limit on promised groups for the worker's present version: once this number of groups is
-    promised, the worker gets no more.
+    """Number of promised groups from which on the worker gets no more.
+
+    It is the limit for the worker's present version.
     """
     most_soon: int
     """The same limit for the version that the worker is expected to install soon."""
@@ -92,13 +93,13 @@ class Load:
 
     @property
     def finish_at(self) -> float:
-        """Time at which the worker is expected to finish one more group."""
+        """Time at which the worker should finish one more group."""
         group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 
     @property
     def full_group_s(self) -> float:
-        """Seconds that one group takes in the worker's engine if the engine is full."""
+        """Seconds that a group takes in the worker's engine if the engine is full."""
         return self.group_s * FULL_SLOWDOWN
 
     def add(self) -> None:
@@ -168,7 +169,7 @@ def moves(
     Args:
         waiting: groups that have not begun, each with its predicted finish at its holder.
         helpers: workers with a free place; modified by the moves.
-        least_gain_s: the least number of seconds by which a move must bring a finish forward.
+        least_gain_s: a move must bring a finish forward by at least this number of seconds.
     """
     chosen: list[tuple[LeaseRecord, str]] = []
     for group in sorted(waiting, key=lambda g: (-g.done_at, g.record.group_id)):
@@ -186,7 +187,7 @@ def moves(
 
 @dataclass(slots=True)
 class Newcomer:
-    """A worker that may be given leases before the first group of the run is made."""
+    """A worker that may be given leases before the run's first group is made."""
 
     node_id: str
     num_held: int
@@ -197,7 +198,9 @@ class Newcomer:
 def even_out(
     held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to move, each with its new worker, so that all workers hold equal numbers.
+    """Return the leases to move, so that all workers hold equal numbers.
+
+    Each lease comes with its new worker.
 
     Args:
         held: worker -> its leases that may move; the last of them moves first.
@@ -252,7 +255,7 @@ class RunningGroup:
 
 @dataclass(slots=True)
 class Helper:
-    """An idle worker: it has a free place, and admission allows it no further group."""
+    """An idle worker with a free place; admission allows it no further group."""
 
     node_id: str
     speed: float | None
@@ -271,7 +274,7 @@ def hedges(
     factor: float | None,
     now: float,
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases that are to be copied, each with the worker that gets the copy.
+    """Return the leases to copy, each with the worker that gets the copy.
 
     Args:
         groups: running groups, each with its newest lease.

@@ -4,9 +4,9 @@ The length of a group is the number of tokens of its longest completion, because
 ends last. The speed of a worker is measured in these tokens per second, from the start of a group
 to its delivery. So the speed includes rewards, tools and prefill.
 
-For a group that already has n tokens, the expected number of further tokens is computed from the
-lengths of recently accepted groups: the mean of the lengths above n, minus n. With a heavy tail
-this number grows with n. A group that is longer than all of these lengths is expected to double.
+For a group that already has n tokens, the expected rest is computed from the lengths of recently
+accepted groups. It is the mean of the lengths above n, minus n. With a heavy tail this number grows
+with n. A group that is longer than all of these lengths is expected to double.
 
 A heartbeat reports one number for a running group, the progress of all its completions together.
 The longest completion is credited with that progress, but not with more than the worker's speed
@@ -14,10 +14,10 @@ allows. So a stalled group is recognized, and a group with one running completio
 stalled.
 
 A worker of unknown speed counts as twice as fast as the fastest worker, so that it is tried. The
-groups that such a worker then holds are expected to advance at the median speed of all workers. The
-speed estimate of an idle worker doubles each time that `RETRY_GROUPS` durations of a group have
-passed, up to the speed of the fastest worker. So a slow worker is tried again with one group from
-time to time: the slower the worker, the less often.
+groups that it then holds are expected to advance at the median speed of all workers. An idle
+worker's speed estimate doubles each time that `RETRY_GROUPS` durations of a group have passed, up
+to the fastest worker's speed. So a slow worker is tried again with one group from time to time. The
+slower the worker is, the less often it is tried.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LengthHistory:
         return len(self._newest)
 
     def add(self, num_tokens: int) -> None:
-        """Add the length of a group; beyond MAX_LENGTHS the oldest length is dropped."""
+        """Add the length of a group; beyond MAX_LENGTHS drop the oldest length."""
         if len(self._newest) == MAX_LENGTHS:
             self._sorted.remove(self._newest.popleft())
         self._newest.append(num_tokens)
@@ -92,7 +92,7 @@ class LengthHistory:
         self.mean = self.rest(0.0)
 
     def rest(self, num_tokens: float) -> float:
-        """Return the number of further tokens, above 0, expected for a group with `num_tokens`."""
+        """Return the expected number of further tokens, above 0, for a group with `num_tokens`."""
         if not self._sorted:
             return max(1.0, (self._max_tokens - num_tokens) / 2)
         first = bisect_right(self._sorted, num_tokens)
@@ -110,8 +110,9 @@ class Speed:
     seconds: float = 0.0
     """`tokens` and `seconds` are sums over the worker's groups; older groups have lower weights."""
     load_s: float = 0.0
-    """Weighted sum over the worker's groups: seconds of the group, times the mean number of leases
-    that the worker held during the group.
+    """Weighted sum over the worker's groups of a group's seconds, times its mean number of leases.
+
+    The worker held these leases during the group.
     """
     provisional: float | None = None
     """Tokens per second, estimated from heartbeats; used until the worker has made a group."""
@@ -135,7 +136,7 @@ class Speed:
 
 
 class FinishTimes:
-    """Lengths of groups, speeds of workers, and the predictions that follow from them."""
+    """Lengths of groups, speeds of workers, and the predictions made from them."""
 
     def __init__(self, *, max_tokens: int, group_size: int, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -206,14 +207,14 @@ class FinishTimes:
             speed.lag_s = (speed.lag_s + now - first_at) / 2
 
     def installs_at(self, worker_id: str, version: PolicyVersion, *, now: float) -> float | None:
-        """Return the time at which a worker should install a version; None if unknown or past."""
+        """Return when a worker should install a version; None if unknown or past."""
         first_at, lag_s = self._first_at.get(version), self.of(worker_id).lag_s
         if first_at is None or now > first_at + 2 * lag_s + self._heartbeat_s:
             return None
         return max(now, first_at + lag_s)
 
     def seen(self, worker_id: str, leases: list[LeaseRecord], *, now: float) -> None:
-        """Update a worker's provisional speed from its leases; must be called after a heartbeat."""
+        """Update a worker's provisional speed from its leases, after a heartbeat."""
         speed = self.of(worker_id)
         if leases:
             speed.busy_at = now
@@ -229,7 +230,7 @@ class FinishTimes:
         self._fastest = max(known, default=1.0)
 
     def equals(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return the workers that are nearly as fast as the fastest one, or of unknown speed."""
+        """Return the workers of unknown speed, or nearly as fast as the fastest."""
         speeds = {worker_id: self.of(worker_id).measured for worker_id in worker_ids}
         least = EQUAL_SPEED * max((speed for speed in speeds.values() if speed), default=0.0)
         return {name for name, speed in speeds.items() if speed is None or speed >= least}
@@ -243,7 +244,7 @@ class FinishTimes:
         return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
-        """Return the measured speed; if it is unknown, twice the speed of the fastest worker."""
+        """Return the measured speed, or twice the fastest worker's speed if it is unknown."""
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
@@ -257,12 +258,12 @@ class FinishTimes:
         return max(1.0, min(retry_factor, self._fastest / known))
 
     def speed(self, worker_id: str, *, now: float) -> float:
-        """Return the expected speed of a worker: tokens per second of one group."""
+        """Return a worker's expected speed: tokens per second of one group."""
         speed = self.of(worker_id)
         return self.known_speed(speed) * self.retry_factor(speed, now=now)
 
     def on_lease_state(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
-        """Update the estimated length and rate of a lease from its entry in a heartbeat."""
+        """Update a lease's estimated length and rate from its entry in a heartbeat."""
         if state.running_s <= 0 or state.num_tokens < 0:
             return
         speed = self.of(record.worker_id).measured or self._usual
@@ -284,15 +285,14 @@ class FinishTimes:
     def forecast(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
         """Return the expected length of a leased group, and the seconds until it is done.
 
+        The length counts the final tokens of the group's longest completion. The seconds count from
+        now, or from the group's start if it has not begun.
+
         Args:
             record: the lease.
             is_running: whether to assume that the worker has begun the group if no heartbeat shows
                 it.
             now: the present time, seconds.
-
-        Returns:
-            Two numbers: the final tokens of the group's longest completion, and the seconds until
-            its end. The seconds count from now, or from the group's start if it has not begun.
         """
         speed = self.of(record.worker_id)
         rate = speed.measured or self._usual

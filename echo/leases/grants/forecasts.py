@@ -1,7 +1,7 @@
-"""Forecasts: the times at which each worker will have finished the groups that it has.
+"""Forecasts: when each worker will have finished the groups that it has.
 
 A forecast is reused for one heartbeat period unless the worker's leases change. A round of grants
-needs the forecasts of all workers, and most of them have not changed since the previous round.
+needs the forecasts of all workers. Most of them have not changed since the previous round.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from echo.leases.grants.dispatch import RunningGroup
 from echo.leases.grants.finish_times import FinishTimes
 
 _Key = tuple[int, int, int]
-"""(number of changes to the worker's leases so far, number of its unknown leases, number of its
-places). A forecast is valid while these numbers stay the same.
+"""A forecast is valid while these three numbers stay the same.
+
+They are the number of changes to the worker's leases so far, its number of unknown leases, and its
+number of places.
 """
 
 
@@ -31,7 +33,7 @@ class WorkerForecast:
     """The worker's groups, each with its predicted finish."""
 
     def take_place(self, seconds: float) -> float:
-        """Give a group of `seconds` the place that is free first; return when the group ends."""
+        """Give a group of `seconds` the first free place; return when the group ends."""
         done_at = self.free_at[0] + seconds
         heapq.heapreplace(self.free_at, done_at)
         return done_at
@@ -47,7 +49,7 @@ class Forecasts:
         self._kept: RecentMap[str, tuple[_Key, WorkerForecast]] = RecentMap(max_entries=MAX_WORKERS)
 
     def of(self, worker: LeasedWorker, *, now: float) -> WorkerForecast:
-        """Return the forecast of a worker, which is at most `max_age_s` seconds old."""
+        """Return a worker's forecast, at most `max_age_s` seconds old."""
         key = (
             self._leases.num_changes(worker.node_id),
             worker.num_unknown,
@@ -61,7 +63,7 @@ class Forecasts:
         return forecast
 
     def discard(self, worker_id: str) -> None:
-        """Drop the forecast of a worker, because a heartbeat has brought newer progress."""
+        """Drop a worker's forecast, because a heartbeat has brought newer progress."""
         self._kept.discard(worker_id)
 
     def _make(self, worker: LeasedWorker, key: _Key, now: float) -> WorkerForecast:

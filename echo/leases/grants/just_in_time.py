@@ -1,9 +1,9 @@
 """Just in time: groups are granted as late as the learner allows, so that they are fresh.
 
 Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If groups
-are granted as early as admission allows, nearly all of them are as old as the bound on staleness
-allows when they are trained on, although the learner needs few of them that early. `JustInTime`
-holds a group back while the group can still be made in time from the next version:
+are granted as early as admission allows, nearly all of them reach the bound on staleness before
+they are trained on. The learner needs few of them that early. `JustInTime` holds a group back while
+the group can still be made in time from the next version:
 
     need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
     have(b) = accepted
@@ -14,30 +14,30 @@ holds a group back while the group can still be made in time from the next versi
               stale
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
-Running and held groups count in proportion to the share of recent groups that were useful: useless
-groups end when they arrive, so that further ones are needed. B is the number of groups per step.
+Running and held groups count in proportion to the share of recent groups that were useful. Useless
+groups end when they arrive, so further groups are needed. B is the number of groups per step.
 ready(b) is the instant at which the learner can begin to train on batch b. arrival(worker) is the
 instant at which the worker should install the next version. soonest is the instant at which a group
-that is granted now should be done: only a running group that should be done even later is worth
+that is granted now should be done. Only a running group that should be done even later is worth
 replacing. A fleet that is too slow is never held back, because all of its groups are due.
 
-**ready(b)**: the beginning of the newest step, plus, for each step from there to b, the median time
-from the beginning of a step until the learner can begin the next step.
+**ready(b)**: the beginning of the newest step, plus a time for each step from there to b. This is
+the median time from the beginning of a step until the learner can begin the next step.
 
 **arrival(worker)**: the end of the optimizer step that makes the next version, plus the worker's
 usual delay from there to the installation. The time between two versions is assumed to be the time
-between the last two. If a version is late, it is expected at any moment, so groups are still held
+between the last two. If a version is late, it is expected at any moment. So groups are still held
 back until they are due.
 
 **margin**: seconds of safety against errors of the estimates, such as the lengths of groups. The
-margin grows by the time that the learner has waited for a batch, but at most by the time for which
-groups of that batch were held back. At a step without such a wait the margin shrinks by WAIT_SHARE
-of the step's time, or by SPARE_SHARE of the least spare time of recent batches if that is more. In
-equilibrium the learner therefore waits about WAIT_SHARE of its time for fresher groups.
+margin grows by the time that the learner has waited for a batch. It grows at most by the time for
+which groups of that batch were held back. At a step without such a wait the margin shrinks by
+WAIT_SHARE of the step's time, or by SPARE_SHARE of the least spare time of recent batches if that
+is more. In equilibrium the learner therefore waits about WAIT_SHARE of its time for fresher groups.
 
 **Open**: no group is held back in two cases. In the first case the learner has waited for more than
 OPEN_SHARE of its recent time, not counting the longest wait. In the second case the fleet without
-its fastest worker would be too slow for the learner: groups that are made ahead then bridge the
+its fastest worker would be too slow for the learner. Groups that are made ahead then bridge the
 loss of a worker. Until a step has been timed and a version installed, groups are granted for two
 batches, or for all free places if these are more.
 
@@ -138,7 +138,7 @@ class JustInTime:
 
     @property
     def margin_s(self) -> float:
-        """Seconds by which groups are to be accepted before the learner needs them."""
+        """Seconds by which groups should be accepted before the learner needs them."""
         return self._margin_s or 0.0
 
     @property
@@ -147,7 +147,7 @@ class JustInTime:
         return bool(self._held_since)
 
     def is_resting(self, *, now: float) -> bool:
-        """Return whether the last decision is still valid; at its deadline it becomes invalid."""
+        """Return whether the last decision is still valid, which it is until its deadline."""
         if self.deadline is not None and now >= self.deadline:
             self.deadline = None
         return self._is_training and self.deadline is not None
@@ -172,7 +172,7 @@ class JustInTime:
         self._made_at[step] = now
 
     def stored(self, *, is_useful: bool) -> None:
-        """Record whether an accepted group is useful: whether something can be learned from it."""
+        """Record whether something can be learned from an accepted group."""
         self._useful.append(is_useful)
 
     def installed(self, worker_id: str, step: int, *, now: float) -> None:
@@ -189,7 +189,6 @@ class JustInTime:
             self._delay_s[worker_id] = delay_s if known_s is None else (known_s + delay_s) / 2
 
     def _adjust_margin(self, waited_s: float, spare_s: float) -> None:
-        """Raise the margin if the learner waited for groups held back; otherwise lower it."""
         step_s = self._step_s
         margin_s = FIRST_MARGIN * step_s if self._margin_s is None else self._margin_s
         caused_s = min(waited_s, self._delayed_s.pop(self._step, 0.0))
@@ -262,7 +261,7 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int:
-        """Return the number of groups that future batches will lack if no more are granted now."""
+        """Return how many groups future batches will lack if none are granted now."""
         size, first = self._groups_per_step, self._step + self._is_training
         most = max(load.most_promised for load in loads)
         num_held = min(most, (first + MAX_BATCHES) * size) - num_promised
@@ -282,30 +281,28 @@ class JustInTime:
 
     @property
     def _useful_share(self) -> float:
-        """Share of recent groups from which something could be learned; never 0."""
+        """Share of recent groups that were useful; never 0."""
         return (sum(self._useful) + 1) / (len(self._useful) + 1)
 
     @property
     def _step_s(self) -> float:
-        """Usual seconds from the beginning of a step until the learner can begin the next one."""
+        """Usual seconds from a step's beginning until the learner can begin the next."""
         return statistics.median(self._busy_s)
 
     @property
     def _is_open(self) -> bool:
-        """Whether the learner has recently waited so long that no group is to be held back."""
+        """Whether recent waits were so long that no group is to be held back."""
         # The longest wait is left out: to prevent a single wait is the margin's task.
         waited_s = sum(self._waited_s) - max(self._waited_s)
         return waited_s > OPEN_SHARE * len(self._waited_s) * self._step_s
 
     def _is_redundant(self, loads: Sequence[Load]) -> bool:
-        """Return whether the fleet without its fastest worker is fast enough for the learner."""
         speeds = [len(load.free_at) / load.full_group_s for load in loads]
         lost = min(max(speeds), MAX_LOSS * sum(speeds))
         num_useful = (sum(speeds) - lost) * self._useful_share * self._step_s
         return num_useful >= self._groups_per_step
 
     def _is_timed(self, loads: Sequence[Load]) -> bool:
-        """Return whether a step, and a worker's installation of a version, have been timed."""
         is_known = any(load.node_id in self._delay_s for load in loads)
         return self._margin_s is not None and is_known
 
@@ -316,7 +313,6 @@ class JustInTime:
         return max(now, self._begun_at + self._step_s) + num_later * self._step_s
 
     def _arrival(self, worker_id: str, installed: int, now: float) -> float:
-        """Return the time at which a worker should install a newer version; `now` if unknown."""
         delay_s = self._delay_s.get(worker_id)
         if delay_s is None:
             return now
@@ -335,8 +331,8 @@ class JustInTime:
         """Return the times at which `num_groups` groups would be done if they are held back.
 
         A worker begins a held group when it installs the next version, or earlier if its present
-        groups are done. If the worker began sooner, the held group would slow its present groups
-        down. A worker whose groups would be nearly as old as the bound allows is left out.
+        groups are done. If it began even sooner, the held group would slow down its present groups.
+        A worker whose groups would be nearly as old as the bound allows is left out.
         """
         heap = []
         for load, version in zip(loads, installed, strict=True):
@@ -357,14 +353,14 @@ class JustInTime:
         return done_at
 
     def _least_staleness(self, load: Load) -> int:
-        """Return the staleness of a group that a worker begins right after installing a version."""
+        """Return the staleness of a group begun right after installing a version."""
         before, step = self._versions
         group_s = load.finish_at - load.free_at[0]
         late_s = (self._delay_s.get(load.node_id) or 0.0) + group_s + self.margin_s
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """Record the time from which each group was held back although a worker could begin it."""
+        """Record since when each group is held back although a worker could begin it."""
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

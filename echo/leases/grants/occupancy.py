@@ -1,7 +1,7 @@
 """Occupancy of workers in a round of grants: their leases, including those that the round adds.
 
 A round grants one group after another. Each grant takes a place at a worker and adds a promised
-group. While the round is decided, only these two counts change.
+group. Only these two counts change while the round is decided.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.leases.grants.forecasts import Forecasts
 
 
 class Occupancy:
-    """The workers in one round, and the groups that the round has given each of them so far."""
+    """The workers in one round, and the groups that each has got in the round so far."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Occupancy:
         self.num_promised += not is_copy
 
     def num_held(self, worker: LeasedWorker) -> int:
-        """Return a worker's number of leases, including unknown ones and those of this round."""
+        """Return a worker's number of leases, with unknown leases and those of this round."""
         num_held = self._leases.num_leases(worker.node_id) + worker.num_unknown
         return num_held + self._num_given[worker.node_id]
 
     def may_take(self, worker: LeasedWorker) -> bool:
-        """Return whether an able worker has space for another group, and admission allows one."""
+        """Return whether an able worker has space for another group that admission allows."""
         has_quota = self.bounds[worker.installed] > self.num_promised
         return has_quota and self.num_held(worker) < worker.capacity
 
@@ -67,7 +67,7 @@ class Occupancy:
         return [group for forecast in forecasts for group in forecast.running]
 
     def idle(self) -> dict[str, int]:
-        """Return worker -> number of free places, for workers that can help with running groups."""
+        """Return worker -> number of free places, for workers that can help."""
         free = {
             node_id: (worker.num_places or worker.capacity) - self.num_held(worker)
             for node_id, worker in self.able.items()
@@ -114,9 +114,9 @@ class Occupancy:
     ) -> tuple[int, float]:
         """Return (limit, time) for the version that a worker should install soon.
 
-        The limit is that on promised groups for workers with this version (`Quota.limit`).
-        The time is the expected time of the installation. If this time is unknown, the result is
-        `own`, which is the limit for the installed version, and the present time.
+        `limit` bounds the promised groups for workers with this version (`Quota.limit`). `time` is
+        when the installation is expected. If it is unknown, the result is `own`, the limit for the
+        installed version, and the present time.
         """
         at = self._finish_times.installs_at(worker_id, newest, now=self._now)
         if at is None:
@@ -124,7 +124,7 @@ class Occupancy:
         return own + (newest.step - installed.step) * self._groups_per_step, at
 
     def _alone_s(self, speed: Speed, num_places: int) -> float:
-        """Return the seconds that a group would take if it were alone in a worker's engine.
+        """Return the seconds that a group would take alone in a worker's engine.
 
         The speed was measured under load, so the time is divided by the slowdown at that load.
         """

@@ -1,8 +1,8 @@
 """Relief: which running groups are moved or copied to workers that have nothing to do.
 
-This is the last part of a round of grants, done only while the next batch waits for running groups.
-The rules and their numbers are in `leases/grants/dispatch.py`, "Moves" and "Hedging". This file
-finds the leases to which each rule applies, and changes nothing.
+This is the last part of a round of grants. It is done only while the next batch waits for running
+groups. The rules and their numbers are in `leases/grants/dispatch.py`, "Moves" and "Hedging". This
+file finds the leases to which each rule applies, and changes nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Relief:
         }
 
     def _even_out(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return the leases to move to newcomers, before the first group of the run is made."""
+        """Return the leases to move to newcomers, before the run's first group is made."""
         occupancy = self._occupancy
         equals = self._finish_times.equals(occupancy.able)
         newcomers = [
@@ -82,7 +82,7 @@ class Relief:
         return even_out(self._movable(running), newcomers) if newcomers else []
 
     def _move_waiting(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return leases of groups that have not begun and that idle workers would finish sooner."""
+        """Return leases of waiting groups that idle workers would finish sooner."""
         loads = self._occupancy.loads(self._occupancy.idle())
         for load in loads:
             for _ in range(pending[load.node_id]):
@@ -99,8 +99,8 @@ class Relief:
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
         """Return worker -> its leases that may move, begun ones first.
 
-        Leases that were requested already are left out. A worker is left out if one of its
-        other leases may not move.
+        Leases that were requested already are left out. A worker is left out if one of its other
+        leases may not move.
         """
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
@@ -113,7 +113,7 @@ class Relief:
         }
 
     def _may_move(self, record: LeaseRecord) -> bool:
-        """Return whether a lease may move: its worker lists it and it is the group's only lease."""
+        """Return whether a lease may move: its worker lists it, and the group has no other."""
         is_known = record.is_confirmed and not record.is_delivered and record.request is None
         is_alone = len(self._leases.group(record.group_id).leases) == 1
         return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2

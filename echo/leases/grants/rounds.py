@@ -1,7 +1,7 @@
 """A round of grants: which groups are granted to which workers, and which groups end.
 
-How many groups may be granted: `leases/grants/admission.py`. Which worker gets each of them:
-`leases/grants/dispatch.py`. A round grants, in this order,
+`leases/grants/admission.py` decides how many groups may be granted. `leases/grants/dispatch.py`
+decides which worker gets each of them. A round grants, in this order,
 
 1. the groups that a holder has given up for another worker, to this other worker;
 2. the groups that wait to be granted again, the oldest first, then new ones, each to the worker
@@ -91,7 +91,7 @@ class Round:
         self._decisions = Decisions()
 
     def decide(self) -> Decisions:
-        """Return the decisions of the round; change no group and no lease."""
+        """Return the decisions of the round, without changing a group or a lease."""
         able, is_waiting = self._occupancy.able, self._quota.is_batch_waiting
         if is_waiting or any(map(self._occupancy.may_take, able.values())):
             self._finish_times.refresh(list(able))
@@ -115,7 +115,7 @@ class Round:
                 self._grant(group_id, worker)
 
     def _grant_groups(self) -> None:
-        """Grant groups that wait, then new groups, in the order of their predicted finish."""
+        """Grant waiting groups, then new groups, in the order of their predicted finish."""
         candidates = self._candidates()
         loads = self._occupancy.loads(self._occupancy.able)
         num_due = None if self._just_in_time is None else self._num_due(self._just_in_time, loads)
@@ -127,7 +127,6 @@ class Round:
             self._grant(group_id, self._occupancy.able[node_id])
 
     def _num_due(self, just_in_time: JustInTime, loads: Sequence[Load]) -> int | None:
-        """Return the number of groups to grant now; None for all groups that admission allows."""
         versions = [self._occupancy.able[load.node_id].installed for load in loads]
         return just_in_time.num_due(
             loads,
@@ -150,7 +149,7 @@ class Round:
         return self._prompts.lease(group_id, self._groups.leases.group(group_id).num_attempts)
 
     def _candidates(self) -> Iterator[int]:
-        """Yield the ids of the groups to grant: waiting groups, the oldest first, then new ones.
+        """Yield the ids of waiting groups, oldest first, and then of new groups.
 
         Waiting groups that were granted too often are ended.
         """
@@ -181,7 +180,7 @@ class Round:
         return None
 
     def _relieve(self) -> None:
-        """Decide which running groups to move or copy to workers that have nothing else to do."""
+        """Decide which running groups to move or copy to idle workers."""
         running = self._occupancy.running()
         requests = self._decisions.requests = self._relief.choose_moves(running)
         if self._just_in_time is not None and self._just_in_time.is_holding:
@@ -192,7 +191,7 @@ class Round:
                 self._decisions.grants.append(NewLease(copy, worker, copy_of=original.attempt))
 
     def _copy_of(self, original: LeaseRecord) -> Lease:
-        """Return a copy of the lease `original`: the group's next attempt, with the same seed."""
+        """Return a copy of a lease: the group's next attempt, with the same seed."""
         seed = self._prompts.lease(original.group_id, original.attempt).seed
         return msgspec.structs.replace(
             self._next_lease(original.group_id), seed=seed, min_version=original.min_version

@@ -80,7 +80,7 @@ BUSY = (GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING, GroupState
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PartialGroup:
-    """A leased group, with the tokens that this worker and earlier workers have sampled for it."""
+    """A leased group, with the tokens that all its workers have sampled so far."""
 
     lease: Lease
     members: list[PartialRollout]
@@ -119,7 +119,7 @@ class PartialGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all members have ended, so that each has a finish reason."""
+        """Whether all members have a finish reason."""
         return not self.num_unfinished
 
     @property
@@ -134,7 +134,7 @@ class PartialGroup:
         return min(steps, default=None)
 
     def seed_of(self, member: int) -> int:
-        """Return the seed with which a member's next tokens are sampled."""
+        """Return the seed for sampling a member's next tokens."""
         num_segments = self.members[member].num_segments
         if not num_segments:
             return self.lease.seed + member
@@ -182,7 +182,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Event: the learner acknowledges the group, because the group has ended at the learner."""
+    """Event: the learner acknowledges the group, because the group has ended there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +289,9 @@ class HeldLeases:
         """Move waiting groups into the engine: interrupted ones first, then queued ones.
 
         In each state older groups come first. Groups that require a newer version than `installed`
-        go on waiting. Once a group has more rollouts than `max_rollouts` still allows, no later
-        group is moved. A group with another number of members than `group_size`, for example from
-        before a change of the configuration, is sampled from the start.
+        go on waiting. The first group that has more rollouts than `max_rollouts` still allows ends
+        the call. If a group's number of members is not `group_size`, the group is sampled from the
+        start. The configuration may have changed, for example.
 
         Args:
             max_groups: the most groups to move.
@@ -327,7 +327,7 @@ class HeldLeases:
         ]
 
     def stages(self, installed: PolicyVersion | None) -> dict[str, int]:
-        """Return the number of groups in each stage, by which the learner explains waits."""
+        """Return the number of groups in each stage; the learner explains waits with it."""
         num_waiting, num_late = len(self.of(*WAITING)), len(self.awaiting(installed))
         counts = {
             WaitStage.SAMPLING: len(self.of(GroupState.RUNNING, GroupState.RECLAIMED)),

@@ -2,7 +2,7 @@
 
 To ship a group is to send its tokens so far to the learner. If the worker does not come back, the
 learner leases its shipped groups to other workers. If the worker comes back, it reads its file and
-lists the groups in this file; the learner then acknowledges the groups that are no longer wanted.
+lists the groups in this file. The learner then acknowledges the groups that are no longer wanted.
 Both copies are renewed every `ship_s` seconds, and when a worker pauses or leaves.
 """
 
@@ -37,13 +37,13 @@ class PartialsFound:
 
 @dataclass(frozen=True, slots=True)
 class PartialsSaved:
-    """Event: a Save has ended; `fault` is the reason why it failed, "" if it succeeded."""
+    """Event: a Save has ended; `fault` is the reason of a failure, or ""."""
 
     fault: str
 
 
 class PartialKeeper:
-    """Decides which unfinished groups to ship to the learner and to save in the file, and when."""
+    """Decides when to ship unfinished groups to the learner, and when to save them."""
 
     def __init__(self, held: HeldLeases, counts: Counter[str]) -> None:
         """Start without copies; the number of shipped groups is added to `counts["shipped"]`."""
@@ -73,7 +73,7 @@ class PartialKeeper:
         return shipments
 
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
-        """Return the action that writes the file of unfinished groups; [] if nothing has changed.
+        """Return the action that writes the file of unfinished groups; [] if nothing changed.
 
         The result is also [] if the groups were last compared with the file less than `interval_s`
         seconds ago.
@@ -98,7 +98,7 @@ class PartialKeeper:
         return [Note("warning", text)]
 
     def on_found(self, saved: Frame, run_id: str) -> list[Action]:
-        """Add the groups of this run from the file that a former process left; return a note."""
+        """Add this run's groups from the file that a former process left; return a note."""
         try:
             partials = decode_groups(saved, run_id=run_id)
         except RemoteProtocolError as error:

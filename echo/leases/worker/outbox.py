@@ -1,6 +1,6 @@
 """Outbox of finished groups, which are kept and sent again until the learner acknowledges them.
 
-Delivery is at-least-once: a group stays in the outbox, and is sent again every `retry_s`, until the
+Delivery is at-least-once. A group stays in the outbox, and is sent again every `retry_s`, until the
 learner acknowledges that its ledger has the group. The learner removes duplicates by group id. The
 outbox is bounded: a worker with a full outbox stops sampling and drops no group.
 """
@@ -52,7 +52,7 @@ class Outbox:
     def deadline(self) -> float | None:
         """Time at which the next delivery is due.
 
-        The time is 0.0 if a delivery was never sent, and None if the outbox is empty.
+        0.0 if a delivery was never sent; None if the outbox is empty.
         """
         if not self._deliveries:
             return None
