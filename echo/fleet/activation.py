@@ -2,14 +2,14 @@
 
 A fleet file has offers, each with a number of equal nodes. A run has workers, each with its own
 measured rate. Workers with equal properties form a kind. If there are more than MAX_KINDS kinds,
-workers whose properties differ by less than some share form a kind, too; the share grows until
+workers whose properties differ by less than some share form a kind, too. The share grows until
 there are at most MAX_KINDS kinds.
 
-A set of workers is assessed with the best of the allowed publish periods; the caller forecasts how
-long a broadcast to the set takes. The best set is the cheapest that satisfies the provisioning rule
-(overlap.py) within the budget; such a set is sufficient. If no set is sufficient, the best set is
-the cheapest within the budget whose step is hardly longer than the shortest. The learner then
-waits, and the decision states its idle share.
+A set of workers is assessed with the best of the allowed publish periods. The caller forecasts how
+long a broadcast to the set takes. A set is sufficient if it satisfies the provisioning rule
+(overlap.py) within the budget. The best set is the cheapest sufficient set. If no set is
+sufficient, the best set is the cheapest within the budget whose step is hardly longer than the
+shortest. The learner then waits, and the decision states its idle share.
 
 The search begins with several sets: no worker, the active workers, and one set for each kind. The
 set of a kind has all workers whose broadcasts and groups take no longer than those of the kind,
@@ -33,7 +33,7 @@ MAX_KINDS = 32
 """Largest number of kinds of workers; with 32 kinds, a worker of one kind can replace a worker of
 another in 992 ways."""
 _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
-"""Shares by which properties of workers of one kind may differ, tried in this order."""
+"""Shares by which properties within a kind may differ, tried in this order."""
 MAX_ASSESSED = 400
 """Largest number of sets that a search assesses; each takes 1.5 ms for ten workers, 4 ms for 100.
 """
@@ -74,7 +74,7 @@ class SetPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """How well a set of workers satisfies the provisioning rule, and what it costs."""
+    """How well a set of workers satisfies the provisioning rule, and its cost."""
 
     job: Job
     """The job with the publish period that is best for these workers."""
@@ -102,7 +102,7 @@ class Choice:
 
 
 class Roll:
-    """The joined workers by kind, and the assessment of sets of these workers."""
+    """The joined workers by kind, and the assessment of sets of them."""
 
     def __init__(
         self, workers: Sequence[Offer], links: Links, *, periods: Sequence[int] = ()
@@ -123,8 +123,7 @@ class Roll:
     def fleet(self, job: Job) -> RentedFleet:
         """Return the workers as a fleet with one offer for each kind.
 
-        A set of workers is then a number of nodes of each offer, which the planner's code can
-        price.
+        So a set of workers is a number of nodes of each offer, and the planner's code can price it.
         """
         links = self.links
         regions = {
@@ -146,9 +145,9 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return for each kind the seconds that one of its workers needs for one group.
+        """Return, for each kind, the seconds that one of its workers needs for one group.
 
-        The result is the seconds of a broadcast to this worker alone plus the seconds of the group.
+        They are the seconds of a broadcast to this worker alone, plus the seconds of the group.
         """
         return [
             self.links.broadcast_s([kind[0].name]) + _offer(kind[0].name, kind).group_latency_s(job)
@@ -162,7 +161,7 @@ class Roll:
     def names(self, counts: Counts, preferred: Collection[str]) -> frozenset[str]:
         """Return the names of `counts` workers of each kind.
 
-        Within a kind `preferred` workers are taken first, and faster workers before slower workers.
+        Within a kind, `preferred` workers come first, and faster workers before slower ones.
         """
         chosen: list[str] = []
         for kind, count in zip(self.kinds, counts, strict=True):
@@ -171,7 +170,7 @@ class Roll:
         return frozenset(chosen)
 
     def assess(self, job: Job, names: Collection[str]) -> Assessment:
-        """Return the rate and cost of a set of workers, and whether the set is sufficient."""
+        """Return the rate and cost of a set of workers, and whether it is sufficient."""
         members = [worker for worker in self.workers if worker.name in names]
         offers = [_offer(worker.name, [worker]) for worker in members]
         rate = sum(offer.rollouts_per_s(job) for offer in offers)
@@ -222,7 +221,6 @@ class Roll:
         )
 
     def _fleet_of(self, job: Job) -> RentedFleet:
-        """Return the fleet with which sets are priced, cached by the size of a version."""
         if job.version_bytes not in self._fleets:
             self._fleets[job.version_bytes] = self.fleet(job)
         return self._fleets[job.version_bytes]
@@ -231,8 +229,8 @@ class Roll:
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
     """Return the workers grouped into kinds, in at most MAX_KINDS kinds if that is possible.
 
-    Two workers never share a kind if they are in different regions, if only one of them can be
-    dialled, or if an amount, such as the price, is 0 for only one of them.
+    Three differences always separate two workers: their regions differ, only one of them can be
+    dialled, or an amount, such as the price, is 0 for only one of them.
     """
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:
@@ -246,7 +244,7 @@ def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
 
 
 def _kind(worker: Offer, width: float) -> object:
-    """Return a key that is equal for workers whose properties differ by less than `width`."""
+    """Return a key that is equal if properties differ by less than `width`."""
 
     def about(value: float) -> float:
         if width == 0 or value <= 0:
@@ -267,7 +265,7 @@ def _kind(worker: Offer, width: float) -> object:
 
 
 def _offer(name: str, kind: Sequence[Offer]) -> Offer:
-    """Return the workers of a kind as one offer; each property has the worst of their values."""
+    """Return the workers of a kind as one offer, with the worst value of each property."""
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
     tokens_per_s = min(worker.tokens_per_s for worker in kind)
     return replace(
@@ -298,7 +296,6 @@ class _Search:
         self._assessed: dict[Counts, Assessment] = {}
 
     def run(self) -> Choice:
-        """Search, and return the best set found with its prediction."""
         starts = list(self._starts())
         for counts in starts:
             self._rank(counts, 1.0)
@@ -331,8 +328,8 @@ class _Search:
     def _improve(self, counts: Counts, limit: float) -> Counts:
         """Change a set as long as a change makes it better, and return the result.
 
-        Slowdowns up to `limit` count as equal. Changes that concern one kind are tried first,
-        because there are fewer of them than changes that concern two or three kinds.
+        Slowdowns up to `limit` count as equal. Changes of one kind are tried first, because there
+        are fewer of them than changes of two or three kinds.
         """
         changes = (self._of_one_kind, self._of_two_kinds, self._of_three_kinds)
         while True:
@@ -374,7 +371,7 @@ class _Search:
                     yield from self._changed(counts, {one: -sign, pair[0]: sign, pair[1]: sign})
 
     def _changed(self, counts: Counts, changes: Mapping[int, int]) -> Iterator[Counts]:
-        """Yield the set after these changes of numbers, if there are enough workers for it."""
+        """Yield the changed set, if there are enough workers for it."""
         changed = list(counts)
         for index, change in changes.items():
             changed[index] += change
@@ -419,16 +416,15 @@ def choose(
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the provisioning rule and the budget.
 
+    If no set is sufficient, the result is the cheapest set within the budget whose step time is at
+    most HARDLY_SLOWER times the shortest.
+
     Args:
         workers: all workers that have joined.
         job: the job, with its budget.
         links: the learner's uplink and the forecast of broadcasts.
         preferred: workers that are taken before other workers of the same kind.
         periods: allowed publish periods; if empty, the job's own period.
-
-    Returns:
-        The cheapest sufficient set. If no set is sufficient, the cheapest set within the budget
-        whose step time is at most HARDLY_SLOWER times the shortest.
     """
     return _Search(Roll(workers, links, periods=periods), job, preferred).run()
 
@@ -481,7 +477,7 @@ class Question:
     """Allowed publish periods; if empty, the job's own period."""
 
     def solve(self) -> ReviewAnswer:
-        """Return the result of the review; for many kinds of workers this takes seconds."""
+        """Return the result of the review; with many kinds of workers this takes seconds."""
         roll = Roll(self.workers, self.links, periods=self.periods)
         trials = self._trials(roll)
         left_per_h = self.job.budget_per_h - roll.assess(self.job, trials).cost_per_h
@@ -518,7 +514,7 @@ class Question:
         )
 
     def _trials(self, roll: Roll) -> frozenset[str]:
-        """Return the untried workers that the budget can pay for; cheap workers are taken first."""
+        """Return the untried workers that the budget can pay for, cheap workers first."""
         trials: frozenset[str] = frozenset()
         for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
             if worker.name in self.untried:

@@ -4,11 +4,11 @@ The learner observes its fleet several times a minute, as a sampling profiler do
 divides the time of every worker by what the worker's groups do (`WaitStage`). A `Tally` adds these
 times up. It keeps two sums: one while the learner waits for groups, and one for the whole time.
 
-**The learner waits.** One stage is the cause. A stage in which groups are blocked (rewards,
-weights, storing, delivering) is the cause if it takes at least BLOCKED_SHARE of the time. Otherwise
-the cause is sampling or granting, whichever takes more time. If a worker has no groups because the
-staleness bound admits none, its time does not count: it is an effect of the wait. Each stage then
-leads to a resource:
+**The learner waits.** One stage is the cause. In some stages groups are blocked: rewards, weights,
+storing, delivering. Such a stage is the cause if it takes at least BLOCKED_SHARE of the time.
+Otherwise the cause is sampling or granting, whichever takes more time. If a worker has no groups
+because the staleness bound admits none, its time does not count, because it is an effect of the
+wait. Each stage then leads to a resource:
 
     rewards      the task's code, at the workers or at the learner
     weights      the first link on the path from the learner that is slow, or the disk behind it
@@ -19,7 +19,7 @@ leads to a resource:
                  number of workers
     granting     what `ObservedFleet.wait_reason` names
 
-**Workers have no groups**, and the learner does not wait: then the learner is the bottleneck. The
+**Workers have no groups**, and the learner does not wait. Then the learner is the bottleneck. The
 cause is the longest part of its step, or a setting that slows the step down without need.
 """
 
@@ -72,7 +72,7 @@ SERVING_AGENTS = "serving agents"
 
 
 class WaitStage(StrEnum):
-    """What a worker's groups do, or why the worker has no groups."""
+    """What a worker's groups do, or why it has no groups."""
 
     SAMPLING = "sampling"
     """The engine samples rollouts of the groups."""
@@ -95,7 +95,7 @@ BLOCKED = (WaitStage.REWARDS, WaitStage.WEIGHTS, WaitStage.STORING, WaitStage.DE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedNode:
-    """What the learner knows about a relay or an active worker at one instant."""
+    """The learner's knowledge of a relay or an active worker at one instant."""
 
     name: str
     role: str = "worker"
@@ -141,7 +141,7 @@ class ObservedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedFleet:
-    """What the learner knows about its wait and its fleet at one instant."""
+    """The learner's knowledge of its wait and its fleet at one instant."""
 
     num_missing: int
     """Number of groups that the next step lacks."""
@@ -179,7 +179,7 @@ class ObservedFleet:
         return self._by_name.get(name)
 
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
-        """Return the nodes that fetch on the way of the weights, from a worker to its ancestors.
+        """Return the fetching nodes on the way of the weights, from a worker to its ancestors.
 
         The last node's parent is the learner, or a node that fetches nothing.
         """
@@ -191,7 +191,7 @@ class ObservedFleet:
         return path
 
     def shares(self, worker: ObservedNode) -> dict[WaitStage, float]:
-        """Return how a worker's present time is divided by stages; the shares add up to 1."""
+        """Return the share of a worker's present time in each stage; the shares add up to 1."""
         if not worker.num_leases:
             if self.is_closed:
                 return {WaitStage.ADMISSION: 1.0}
@@ -214,7 +214,7 @@ class ObservedFleet:
 
 @dataclass(slots=True)
 class Tally:
-    """The time of all workers by stage, while the learner waits and while it works."""
+    """The time of all workers by stage, while the learner waits and in total."""
 
     waited_s: float = 0.0
     closed_s: float = 0.0
@@ -300,7 +300,7 @@ class Tally:
 
     @property
     def idle_share(self) -> float:
-        """Share of the workers' time in which they had no group although they could sample one."""
+        """Share of the workers' time without a group although they could sample one."""
         total = sum(self.seconds.values())
         idle = (WaitStage.ADMISSION, WaitStage.GRANTING)
         idle_s = sum(self.seconds.get(stage, 0.0) for stage in idle)
@@ -336,7 +336,7 @@ class Explanation:
 
 
 def describe_wait(fleet: ObservedFleet) -> str:
-    """Return a text on the groups missing for a step and the workers that have leases.
+    """Return a text on the groups missing for a step and the workers with leases.
 
     The text is empty if no group is missing.
     """
@@ -362,7 +362,7 @@ def _missing(fleet: ObservedFleet) -> str:
 
 
 def _describe(worker: ObservedNode) -> str:
-    """Return a few words on a worker's leases and on its activity or the version it fetches."""
+    """Return a few words on a worker's leases, and on its activity or the fetched version."""
     if worker.fetching:
         return f"{worker.name} has {worker.num_leases} and fetches {_fetch(worker)}"
     return f"{worker.name} has {worker.num_leases} ({worker.activity})"
@@ -376,7 +376,7 @@ def _fetch(node: ObservedNode) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Return text with the first MAX_NAMES_LISTED names and the number of further names."""
+    """Return the first MAX_NAMES_LISTED names as text, and the number of further names."""
     shown = list(names[:MAX_NAMES_LISTED])
     if others := len(names) - MAX_NAMES_LISTED:
         shown += [_others(others)] if others > 0 else []
@@ -503,7 +503,7 @@ def _delivering(fleet: ObservedFleet, names: Sequence[str]) -> Explanation:
 
 
 def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
-    """Explain a wait for weights: by the slowest hop on their way, if workers mostly fetched."""
+    """Explain a wait for weights by the slowest hop on their way."""
     fleet = tally.seen[WaitStage.WEIGHTS]
     start = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'waits', 'wait')} for"
     waited_s = tally.in_waits()[WaitStage.WEIGHTS]
@@ -618,7 +618,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
-    """Return an explanation if the learner waits mostly for one slow worker, otherwise None."""
+    """Return an explanation if the learner waits mostly for one slow worker, or None."""
     times = {name: s for (at, name), s in tally.waits.items() if at is WaitStage.SAMPLING}
     name = max(times, key=lambda each: times[each], default="")
     worker = fleet.node(name)
@@ -642,7 +642,7 @@ def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
 def _few_places(
     fleet: ObservedFleet, samplers: Sequence[ObservedNode], chain: str
 ) -> Explanation | None:
-    """Return an explanation if a setting or too little memory limits how much engines sample."""
+    """Return an explanation if a setting or memory limits the engines, or None."""
     worker = min(samplers, key=lambda each: each.num_places)
     num = worker.num_places * fleet.group_size
     text = f"{chain} all the time, and {worker.name}'s engine samples only {num} rollouts at once"
@@ -670,7 +670,7 @@ def _few_places(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """The mean seconds of a step's parts, and settings that decide how long they take."""
+    """The mean seconds of a step's parts, and settings that change them."""
 
     step_s: float
     train_s: float = 0.0

@@ -1,12 +1,12 @@
 """A catalogue of GPUs, and roofline estimates of decoding and training speed.
 
-Decoding one token for `c` sequences reads the weights once and each sequence's cache, and computes
+Decoding one token for `c` sequences reads the weights once and each sequence's cache. It computes
 two operations per parameter and sequence. The step takes as long as the slower of the two, reading
 or computing. Training computes six operations per parameter and token. Peak rates are scaled by the
 shares that real engines reach:
 
-* 0.60 of the memory bandwidth in decoding: measured as 55-60 % on A100 and H100 by Databricks,
-  "LLM Inference Performance Engineering: Best Practices" (2023).
+* 0.60 of the memory bandwidth in decoding: measured as 55-60 % on A100 and H100 by Databricks, "LLM
+  Inference Performance Engineering: Best Practices" (2023).
 * 0.60 of the arithmetic in large-batch prefill and decoding: between the 76 % of Pope et al.
   (arXiv:2211.05102, prefill of a 540B model) and the 40-50 % of engines on small models.
 * 0.40 of the arithmetic in training: Megatron-LM reports 44-52 % (arXiv:2104.04473) and PaLM 46 %
@@ -145,7 +145,7 @@ BYTES_PER_WEIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Speed and batch size of one copy of a model that generates."""
+    """Speed and batch size of one generating copy of a model."""
 
     tokens_per_s: float
     """Completion tokens per second of all sequences together."""
@@ -166,8 +166,8 @@ def decode_rate(
 
     None if the model does not fit into their memory.
 
-    Example, RTX 4090 (1008 GB/s, 24 GiB) and 4.0e9 parameters in 36 layers with 8 heads of 128:
-    weights 8.0 GB take 13.3 ms at 605 GB/s; 11.6 GB are left for caches of 147 kB per token.
+    Example: an RTX 4090 (1008 GB/s, 24 GiB), and 4.0e9 parameters in 36 layers with 8 heads of 128.
+    The weights, 8.0 GB, take 13.3 ms at 605 GB/s. 11.6 GB are left for caches of 147 kB per token.
     """
     memory = tensor_parallel * (gpu.memory_bytes * USABLE_MEMORY - RESERVED_BYTES)
     free = memory - model.num_params * BYTES_PER_WEIGHT
@@ -193,7 +193,7 @@ def decode_rate(
 
 
 def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel: int) -> float:
-    """Return the seconds of two all-reduces per layer over `num_rows` rows of activations."""
+    """Return the seconds of two all-reduces per layer over `num_rows` activations."""
     if tensor_parallel == 1:
         return 0.0
     volume = 2 * (tensor_parallel - 1) / tensor_parallel
@@ -202,9 +202,9 @@ def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel:
 
 
 def train_flops(model: ModelShape, *, num_tokens: float, mean_tokens: float) -> float:
-    """Return the number of operations of one optimizer step.
+    """Return the number of operations of one optimizer step: forward and backward pass.
 
-    Forward and backward pass are counted, attention included.
+    Attention is included.
     """
     attention = 6 * model.num_layers * model.hidden_size * mean_tokens
     return num_tokens * (6 * model.num_params + attention)

@@ -28,8 +28,10 @@ shards all of them."""
 ACTIVATION_SHARE = 0.3
 """Share of a GPU's memory that is kept for activations, which are recomputed layer by layer."""
 _PASSES_PER_MICRO_BATCH = 3
-"""How many times a micro-batch sends the bytes of all weights over the links: the weights once in
-the forward pass and once in the backward pass, and then the gradients."""
+"""How many times a micro-batch sends the bytes of all weights over the links.
+
+The weights are sent in the forward pass and in the backward pass, and then the gradients.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +71,12 @@ class SiteJob:
 def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> float:
     """Return the seconds of one optimizer step on `num_gpus` GPUs of type `name`.
 
-    The result is infinite if the model does not fit.
-
-    FSDP2 gathers the next layer while it computes the present layer, so a step takes as long as
-    traffic or computation, whichever is longer.
+    The result is infinite if the model does not fit. FSDP2 gathers the next layer while it computes
+    the present layer. So a step takes as long as the longer of traffic and computation.
 
     Example: each of 8 GPUs reaches 40 % of 10^14 operations per second, so a step of 3.2 * 10^15
-    operations takes 10 s. This holds if sending the weights over the links takes less time than
-    computing a micro-batch of 16 384 tokens.
+    operations takes 10 s. This holds if sending the weights takes less time than computing a
+    micro-batch of 16 384 tokens.
     """
     gpu, model = cluster.gpus[name], job.model
     state_bytes = model.num_params * STATE_BYTES_PER_PARAM / num_gpus
@@ -138,7 +138,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The kinds of model copies to run, and how many of a step's rollouts each kind generates."""
+    """The kinds of model copies to run, and how many of a step's rollouts each generates."""
 
     replicas: tuple[tuple[Replica, int], ...] = ()
     """(replica, number of copies of this kind)."""
@@ -184,7 +184,7 @@ def possible_replicas(cluster: Cluster, job: SiteJob) -> tuple[Replica, ...]:
 
 
 def choose_replicas(replicas: Sequence[Replica], count: int, num_rollouts: int) -> RolloutPlan:
-    """Return a plan of the replicas that make the most tokens per second on `count` GPUs.
+    """Return the fastest plan of replicas on `count` GPUs.
 
     All replicas use the same type of GPU.
     """
@@ -232,7 +232,7 @@ class OverlappedStep:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step: the seconds of the longer of its two sides."""
+        """Seconds of one step, those of the longer of its two sides."""
         return max(self.train_s, self.rollout_s)
 
     @property
@@ -253,7 +253,7 @@ class Division(OverlappedStep):
 
 
 def find_division(cluster: Cluster, job: SiteJob) -> Division | None:
-    """Return the division with the shortest step; None if the model fits on no division."""
+    """Return the division with the shortest step; None if the model fits on none."""
     replicas = possible_replicas(cluster, job)
     divisions = (
         price(cluster, job, replicas, name, num_gpus)

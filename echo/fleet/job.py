@@ -31,8 +31,10 @@ class Job:
     """Bytes of one publication: of all weights, or of a delta."""
     chunk_bytes: float = 2.0**20
     upload_bytes_per_token: float = 17.0
-    """Bytes that a worker sends per completion token: 4 of the id, 4 of the log-prob, 8 of the
-    version, 1 of the mask (echo/core/rollout.py)."""
+    """Bytes that a worker sends per completion token (echo/core/rollout.py).
+
+    They are 4 of the id, 4 of the log-prob, 8 of the version, 1 of the mask.
+    """
     has_pausing_workers: bool = False
     """Whether workers stop generating while new weights arrive."""
     margin: float = 0.1
@@ -45,7 +47,7 @@ class Job:
 
     @property
     def rollouts_per_step(self) -> float:
-        """R: rollouts to generate for one step, including groups without a signal."""
+        """R, the number of rollouts for one step, including groups without a signal."""
         return self.groups_per_step * self.group_size / self.useful_share
 
     @property

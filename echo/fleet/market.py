@@ -1,10 +1,10 @@
 """Regions, offers and rented fleets: their rates, prices and broadcast times.
 
 A fleet is a list of offers with the number of active nodes of each. The learner sends the weights
-once to each region with a relay, once to each offer whose nodes listen (they pass the weights on in
-a chain), and once to every other node. These streams share the learner's uplink. The streams within
-a region share the uplink of its relay. Streams are pipelined by chunks, so a hop delays a version
-by the time of one chunk.
+once to each region with a relay. In other regions it sends them once to each offer whose nodes
+listen, because these nodes pass the weights on in a chain. It sends them once to every other node.
+These streams share the learner's uplink. The streams within a region share the uplink of its relay.
+Streams are pipelined by chunks, so a hop delays a version by the time of one chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Counts = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A region, and the network path to this region from the learner."""
+    """A region, and the network path from the learner to it."""
 
     name: str
     bytes_per_s: float
@@ -65,7 +65,7 @@ class Offer:
         return 1 / (1 + self.losses_per_h / 3600 * self.restart_s)
 
     def lost_rollouts_per_s(self) -> float:
-        """Return how many rollouts per second are lost because a node is lost.
+        """Return how many rollouts per second are lost with lost nodes.
 
         An unfinished rollout counts as half a rollout.
         """
@@ -98,7 +98,7 @@ class RentedFleet:
         return self.regions[offer.region]
 
     def rate(self, job: Job, counts: Counts) -> float:
-        """Return the number of rollouts per second that the active nodes finish together."""
+        """Return the rollouts per second that the active nodes finish together."""
         pairs = zip(self.offers, counts, strict=True)
         return sum(offer.rollouts_per_s(job) * count for offer, count in pairs)
 
@@ -108,7 +108,7 @@ class RentedFleet:
         return max((offer.rollouts_per_s(job) for offer, count in pairs if count), default=0.0)
 
     def latency_s(self, job: Job, counts: Counts) -> float:
-        """Return the seconds that the slowest active node takes for a group; 0 without nodes."""
+        """Return the seconds of a group on the slowest active node; 0 without nodes."""
         pairs = zip(self.offers, counts, strict=True)
         return max((offer.group_latency_s(job) for offer, count in pairs if count), default=0.0)
 
@@ -116,8 +116,8 @@ class RentedFleet:
         """Return the seconds from a publication until the last active node holds the version.
 
         Example: 1 GB to two nodes that cannot listen, over an uplink of 100 MB/s and downlinks of
-        80 MB/s: two streams of 50 MB/s take 20 s. If they listen, one stream runs at the 80 MB/s
-        of the downlink and takes 12.5 s plus one chunk for the second hop.
+        80 MB/s. Two streams of 50 MB/s take 20 s. If they listen, one stream runs at the 80 MB/s of
+        the downlink. It takes 12.5 s, plus one chunk for the second hop.
         """
         streams = self.learner_streams(counts)
         return max(

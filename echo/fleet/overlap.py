@@ -7,20 +7,21 @@ is the number of rollouts per step, S the staleness bound, kappa the publish per
       rate >= kappa * R / (kappa * T_train - T_bcast)
 * workers that keep generating during the broadcast need
       rate >= R / T_train  and  (kappa - 1) + ceil((T_bcast + T_group + T_queue) / T_train) <= S
-  where T_group is the time of a group and T_queue = R / rate is the time to gather a batch.
 
+T_group is the time of a group, and T_queue = R / rate is the time to gather a batch.
 `predict` uses neither reading. It follows the rule of admission (leases/grants/admission.py) step
-by step: batch k is generated after batch k - 1, begins once a version w with S + w + 1 > k is
+by step. Batch k is generated after batch k - 1. It begins once a version w with S + w + 1 > k is
 installed, and is trained after step k - 1. So the prediction is also valid for a fleet that breaks
-the provisioning rule, and shows how long its learner waits. A batch is complete when the fleet has
-made all of its rollouts; this takes at least the time of one group. If groups differ in length,
-some workers still make the last groups of a batch while the others begin the next batch or wait for
-it. That delays a batch by half of a group's time at most.
+the provisioning rule, and shows how long its learner waits.
 
-Staleness is predicted for grants just in time (leases/grants/just_in_time.py): each batch begins at
-the latest instant that delays no step of this prediction. If the learner waits for more than
-OPEN_SHARE of its time, if the fleet needs its fastest node, or if groups that are held back would
-still be as old as S, each batch begins as early as admission allows.
+A batch is complete when the fleet has made all of its rollouts. This takes at least the time of one
+group. If groups differ in length, some workers still make the last groups of a batch while others
+begin the next batch or wait for it. That delays a batch by half of a group's time at most.
+
+Staleness is predicted for grants just in time (leases/grants/just_in_time.py). So each batch begins
+at the latest instant that delays no step of this prediction. In three cases it begins as early as
+admission allows: the learner waits for more than OPEN_SHARE of its time, the fleet needs its
+fastest node, or groups that are held back would still be as old as S.
 
 Differs from the paper: the second reading and the prediction are this project's.
 """
@@ -37,10 +38,9 @@ from statistics import NormalDist
 from echo.fleet.job import Job
 
 _CYCLES = 40
-"""Number of publications that a prediction follows; the first half is the warm-up and is not
-counted."""
+"""Number of publications that a prediction follows; the first half is a warm-up."""
 _LARGEST_TAIL = 0.5
-"""Largest delay of a batch because its last groups end late, as a share of a group's time."""
+"""Largest delay of a batch by its last groups, as a share of a group's time."""
 MAX_STALENESS = 64
 """Largest S that is proposed as a remedy. Published systems train stably up to this staleness."""
 OPEN_SHARE = 0.02
@@ -55,7 +55,7 @@ SLACK = 1
 Otherwise a late group would be stale.
 """
 _CHANGE = 0.9
-"""Factor by which a resource is improved to find out whether it limits the run."""
+"""Factor by which a resource is improved, to find whether it limits the run."""
 
 
 class Resource(Enum):
@@ -90,12 +90,10 @@ class Prediction:
 def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = None) -> float:
     """Return the rollouts per second that the provisioning rule requires, without margin.
 
+    The result is infinity if workers that pause during a broadcast have no time left to generate.
+
     Example: R = 64, T_train = 10 s, kappa = 2, T_bcast = 4 s. Pausing workers have 16 s of 20 s for
     128 rollouts: 8 per second. Workers that keep generating make 64 in 10 s: 6.4 per second.
-
-    Returns:
-        The rate, in rollouts per second; infinity if workers that pause during a broadcast have no
-        time left to generate.
     """
     if not (job.has_pausing_workers if is_pausing is None else is_pausing):
         return job.rollouts_per_step / job.train_s
@@ -106,7 +104,7 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
 def window_s(job: Job) -> float:
     """Return the seconds from a publication until the version's first batch must be complete.
 
-    The result is (S - kappa + 1) * T_train: a later batch would make the learner wait.
+    The result is (S - kappa + 1) * T_train. A later batch would make the learner wait.
     """
     return (job.max_staleness - job.publish_period + 1) * job.train_s
 
@@ -114,9 +112,8 @@ def window_s(job: Job) -> float:
 def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
     """Return whether workers that generate during broadcasts satisfy the staleness bound.
 
-    This is the second of the two conditions that the provisioning rule (see the module) sets for
-    workers that generate during broadcasts. For whole n, ceil(y) <= n is the same as y <= n, so
-    nothing is rounded here.
+    This is the second of the two conditions for these workers in the provisioning rule (see the
+    module). For whole n, ceil(y) <= n is the same as y <= n, so nothing is rounded here.
     """
     if rate <= 0:
         return False
@@ -128,7 +125,7 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
     """Return whether a fleet satisfies the provisioning rule with the job's margin.
 
     The rule has one form for workers that pause during a broadcast, and another for workers that do
-    not; `job` says which workers it has. In both forms each broadcast must also end before the next
+    not. `job` says which workers it has. In both forms each broadcast must also end before the next
     one begins.
     """
     if broadcast_s >= job.publish_period * job.train_s:
@@ -144,13 +141,13 @@ def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: floa
     """Return the least factor by which steps must be longer to satisfy the provisioning rule.
 
     If workers keep generating and the period is S + 1, no length of steps satisfies the rule,
-    because workers and learner must take turns. The function then returns the time of a step,
-    including the learner's wait, divided by T_train.
+    because workers and learner must take turns. Then the result is the time of a step, with the
+    learner's wait, divided by T_train.
 
     Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and
-    T_group = 0. The broadcast of a version and its batch take 7 + 4 s, so steps must take 11 s: the
-    factor is 1.1. With kappa = 2, which is S + 1, two steps take 7 + 4 + 20 s. That is 15.5 s per
-    step: the function returns 1.55.
+    T_group = 0. The broadcast of a version and its batch take 7 + 4 s. So steps must take 11 s, and
+    the factor is 1.1. With kappa = 2, which is S + 1, two steps take 7 + 4 + 20 s. That is 15.5 s
+    per step, and the function returns 1.55.
 
     Returns:
         1 if the fleet satisfies the rule, margin included; infinity if the rate or T_train is 0;
@@ -269,7 +266,7 @@ class _Pipeline:
             self.installed.append((at, version))
 
     def _gate(self, step: int) -> float:
-        """Return the time from which a version is installed that may generate this step's batch."""
+        """Return when a version that may generate this step's batch is installed."""
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness
@@ -278,7 +275,7 @@ class _Pipeline:
     def _spans_of_work(self, begin: float, work_s: float) -> list[tuple[float, float]]:
         """Return the intervals in which workers generate for `work_s` seconds in all.
 
-        The work starts at `begin`; workers that pause are interrupted by broadcasts.
+        The work starts at `begin`. If workers pause, broadcasts interrupt them.
         """
         spans, at = [], begin
         for arrival, _ in self.installed[1:] if self.job.has_pausing_workers else ():
@@ -294,7 +291,7 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return, for each staleness, the seconds in which batches of that staleness are generated.
+        """Return staleness -> seconds in which batches of this staleness are generated.
 
         A batch has the staleness of the version that is installed while it is generated. If
         `is_just_in_time`, each batch begins at the latest instant that delays no step.
@@ -315,7 +312,7 @@ class _Pipeline:
         return found
 
     def _begin_of_work(self, end: float, work_s: float) -> float:
-        """Return when workers must begin, to have generated for `work_s` seconds at `end`."""
+        """Return when work must begin, to have generated for `work_s` seconds at `end`."""
         begin = end - work_s
         for arrival, _ in reversed(self.installed[1:]) if self.job.has_pausing_workers else ():
             if arrival - self.broadcast_s < end and arrival > begin:
@@ -323,10 +320,7 @@ class _Pipeline:
         return begin
 
     def _note_staleness(self, found: dict[int, float], step: int, begin: float, end: float) -> None:
-        """Add to `found`, by staleness, the seconds in which a step's batch is generated.
-
-        The batch is generated from `begin` to `end`.
-        """
+        """Add the seconds from `begin` to `end` to `found`, by the staleness of a step's batch."""
         installs = [*self.installed, (math.inf, -1)]
         for (since, version), (until, _) in itertools.pairwise(installs):
             part = min(end, until) - max(begin, since)
@@ -339,8 +333,11 @@ def _with_spread(job: Job, batch_s: float) -> float:
     """Return the mean time of a step, if the time of a batch varies by the job's spread.
 
     A step takes max(T_train, X), where X is the time of a batch. The buffer averages X over the n
-    batches that the staleness bound allows to be made ahead. If X is normal, the mean time is T + d
-    * (z * Phi(z) + phi(z)), where d is the deviation of the average and z = (mean of X - T) / d.
+    batches that the staleness bound allows to be made ahead. If X is normal, the mean time is
+
+        T + d * (z * Phi(z) + phi(z)),    z = (mean of X - T) / d
+
+    where d is the deviation of the average.
     """
     ahead = max(1, job.max_staleness - job.publish_period + 2)
     deviation = job.rate_spread * batch_s / math.sqrt(ahead)
@@ -375,9 +372,9 @@ def staleness_range(
 ) -> tuple[int, int] | None:
     """Return the range of staleness bounds S that is useful for a fleet.
 
-    The pair has the least S that satisfies the provisioning rule, and the S beyond which a larger S
-    does not reduce the idle share. None if no S up to MAX_STALENESS satisfies the rule. The job's
-    own bound is not used.
+    The first number is the least S that satisfies the provisioning rule. The second is the S beyond
+    which a larger S does not reduce the idle share. None if no S up to MAX_STALENESS satisfies the
+    rule. The job's own bound is not used.
     """
 
     def idle(bound: int) -> float:
@@ -402,7 +399,7 @@ def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) 
 
     It is the smallest kappa with kappa * t_train_s > t_bcast_s, but at most S + 1. With a longer
     period the newest published version would be too old to sample for the step before the next
-    publication, and learner and workers would wait for each other.
+    publication. Learner and workers would then wait for each other.
 
     Args:
         t_train_s: seconds per optimizer step, above 0.

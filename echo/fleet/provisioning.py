@@ -59,7 +59,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The effect of a single change on the learner's idle share and on the cost."""
+    """The effect of one change on the learner's idle share and on the cost."""
 
     change: str
     idle_change: float
@@ -136,9 +136,9 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
 def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
     """Return the predicted speed and cost of a set of nodes.
 
-    Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s (40 per hour), no traffic:
-    2.68 / 40 = $0.067 per step; with 512 rollouts of 1000 tokens per step, that is $0.131 per
-    million tokens.
+    Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s (40 per hour), no traffic. A step
+    costs 2.68 / 40 = $0.067. With 512 rollouts of 1000 tokens per step, a million tokens cost
+    $0.131.
     """
     prediction = _predict(fleet, job, counts, is_paced=True)
     steps_per_h = 3600 / prediction.step_s
@@ -166,7 +166,7 @@ def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
 
 
 def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensitivity, ...]:
-    """Return the effect of each of several single changes on idle share and cost.
+    """Return the effects of several single changes on idle share and cost.
 
     The changes are one node more or fewer of each offer, S one higher or lower, a wider uplink,
     smaller versions and a faster learner.
@@ -246,7 +246,7 @@ MAX_FACTOR = 64.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A single change of the request that makes a sufficient fleet possible."""
+    """One change of the request that makes a sufficient fleet possible."""
 
     text: str
     factor: float
@@ -265,7 +265,7 @@ class Refusal:
 
 
 def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
-    """Return the reasons why no fleet is sufficient, and the single changes that would help."""
+    """Return why no fleet is sufficient, and the single changes that would help."""
     remedies = [
         remedy
         for remedy in (
@@ -344,7 +344,7 @@ def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Sel
 
 
 def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Return the remedy that adds the fewest nodes to a single offer; None if none helps."""
+    """Return the remedy that adds the fewest nodes to one offer; None if none helps."""
     best: Remedy | None = None
     total = max(1, sum(offer.count for offer in fleet.offers))
     for index, offer in enumerate(fleet.offers):
@@ -447,9 +447,9 @@ def _remedy(found: tuple[float, Selection] | None, words: Callable[[float], str]
 
 
 def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:
-    """Return the least number from 1 to `limit` with which `attempt` succeeds; None if none does.
+    """Return the least number from 1 to `limit` with which `attempt` succeeds, or None.
 
-    The number is found by doubling and then by bisection.
+    The search doubles the number, and then bisects.
     """
     high = 1
     while attempt(high) is None:
@@ -466,9 +466,9 @@ def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None
 def _least_factor(
     attempt: Callable[[float], Selection | None],
 ) -> tuple[float, Selection] | None:
-    """Return the least factor, to 1 %, with which `attempt` succeeds, and the selection for it.
+    """Return the least factor, to 1 %, with which `attempt` succeeds, and its selection.
 
-    Factors from 1 to MAX_FACTOR are tried; None if `attempt` fails with all of them.
+    Factors from 1 to MAX_FACTOR are tried. None if `attempt` fails with all of them.
     """
     high = MAX_FACTOR
     selection = attempt(high)

@@ -1,8 +1,8 @@
 """Files that start the workers of a plan where machines are rented.
 
 Each offer has one file, which starts all machines of the offer. Only the place where `ECHO_JOIN` is
-set differs from a start by hand. The first lines of each file say how to use the file. The name of
-a worker ends in the number of its machine; `NAME` stands for this name in the settings.
+set differs from a start by hand. The first lines of each file say how to use it. The name of a
+worker ends in the number of its machine. `NAME` stands for this name in the settings.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def recipe(kind: str, machines: Machines, *, config: str, image: str = IMAGE) ->
 
 
 def _words(machines: Machines, config: str, name: str) -> list[str]:
-    """Return the arguments of `echo-rl node` for a worker with this name."""
     words = ["--role", "worker", "--config", config]
     for setting in machines.settings:
         words += ["--set", setting.replace(NAME, name)]

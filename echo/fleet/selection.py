@@ -1,13 +1,13 @@
 """Finds the cheapest sufficient set of nodes, by a search with a bounded number of steps.
 
-The provisioning rule (overlap.py) is convex in the numbers of nodes: the time of a broadcast is a
-maximum of linear functions, and both the rate that pausing workers need and the time to gather a
-batch are convex. So a mixed-integer linear programme (HiGHS) finds the optimum: tangents are added
-to it until its answer satisfies the rule itself. A tangent never excludes a sufficient set, so a
+The provisioning rule (overlap.py) is convex in the numbers of nodes. The time of a broadcast is a
+maximum of linear functions. The rate that pausing workers need is convex, and so is the time to
+gather a batch. So a mixed-integer linear programme (HiGHS) finds the optimum. Tangents are added to
+it until its answer satisfies the rule itself. A tangent never excludes a sufficient set. So a
 missing tangent makes the programme too optimistic and never too pessimistic.
 
 The search ends after MAX_NODES nodes of its tree. The answer is then sufficient but perhaps not the
-cheapest; `gap` bounds how much cheaper the optimum may be.
+cheapest. `gap` bounds how much cheaper the optimum may be.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_ROUNDS = 60
 
 
 class SearchLimitError(EchoError):
-    """The search ended without a sufficient set and without a proof that none exists."""
+    """The search ended without a sufficient set, and without a proof that none exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which nodes to rent, and the publish period with which to run them."""
+    """The nodes to rent, and the publish period with which to run them."""
 
     counts: tuple[int, ...]
     job: Job
@@ -64,7 +64,7 @@ def select(
 ) -> Selection | None:
     """Return the cheapest sufficient set of nodes for the first publish period that has one.
 
-    The periods are tried in order; None if no period has a sufficient set.
+    The periods are tried in order. None if no period has a sufficient set.
     """
     for period in [job.publish_period] if periods is None else periods:
         tried = replace(job, publish_period=period)
@@ -90,10 +90,10 @@ _SLACK = 1e-9
 
 
 def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:
-    """Return the cheapest sufficient set of nodes for the job's publish period.
+    """Return the cheapest sufficient set of nodes for the job's publish period, and its gap.
 
-    The result has the number of nodes of each offer, and the share of the cost by which another set
-    may be cheaper. None if no set is sufficient.
+    The set is the number of nodes of each offer. The gap is the share of the cost by which another
+    set may be cheaper. None if no set is sufficient.
     """
     if job.train_s <= 0 or not fleet.offers:
         return None
@@ -129,7 +129,7 @@ class _Rows:
 
 
 class _Programme:
-    """The mixed-integer linear programme of a fleet and job, with the tangents found so far."""
+    """The mixed-integer linear programme of a fleet and job, with its tangents."""
 
     def __init__(self, fleet: RentedFleet, job: Job) -> None:
         self.fleet, self.job = fleet, job
@@ -147,10 +147,10 @@ class _Programme:
             self.constraints.add(-self.costs, -job.budget_per_h)
 
     def solve(self) -> tuple[tuple[int, ...], float] | None:
-        """Return the best number of nodes of each offer under the tangents added up to now.
+        """Return the best number of nodes of each offer under the present tangents, and the gap.
 
-        The second value is the share of the cost by which another solution may be cheaper. None if
-        the constraints cannot be satisfied.
+        The gap is the share of the cost by which another solution may be cheaper. None if the
+        constraints cannot be satisfied.
         """
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
@@ -212,7 +212,7 @@ class _Programme:
     def _costs(self) -> _Row:
         """Return the $ per hour of one unit of each variable.
 
-        If each is multiplied by the value of its variable, the sum is RentedFleet.cost_per_h.
+        The sum over all variables of cost times value is RentedFleet.cost_per_h.
         """
         fleet, job, row = self.fleet, self.job, self._row()
         publications_per_h = 3600 / (job.publish_period * job.train_s)
@@ -250,7 +250,7 @@ class _Programme:
                 self.constraints.add(relay, 0)
 
     def _bound_broadcast(self) -> None:
-        """Require that a broadcast takes at least as long as each link to a used offer takes."""
+        """Require that a broadcast takes at least as long as each link to a used offer."""
         job, fleet = self.job, self.fleet
         for index, offer in enumerate(fleet.offers):
             link = fleet.link_bytes_per_s(offer)
