@@ -2,11 +2,11 @@
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
 
-BLOCK numbers of a moment share a scale, their largest magnitude. Each number divided by its scale
-is stored as a code of 8 bits, the index of the nearest of 256 values in [-1, 1], or [0, 1] for the
-mean of squares. The values span seven decades; higher decades have more values. Values, rounding
-and the order of operations are the same as in torchao's AdamW8bit, so its states can be continued
-and give the same numbers.
+BLOCK numbers of a moment share a scale, their largest magnitude. Each number is divided by its
+scale and stored as a code of 8 bits. The code is the index of the nearest of 256 values in [-1, 1],
+or in [0, 1] for the mean of squares. The values span seven decades. Higher decades have more
+values. Values, rounding and the order of operations are the same as in torchao's AdamW8bit. So its
+states can be continued and give the same numbers.
 
     m' = lerp(m, g, 1 - beta1)          v' = lerp(v, g^2, 1 - beta2)
     w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)
@@ -35,7 +35,7 @@ MIN_SCALE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class CodedMoment:
-    """A moment of AdamW, coded in 8 bits; an update changes its tensors in place."""
+    """A moment of AdamW, coded in 8 bits. An update changes it in place."""
 
     codes: Tensor
     """uint8 code of each number; any shape of n * BLOCK numbers, contiguous."""
@@ -50,7 +50,7 @@ class CodedMoment:
         return found.view(self.codes.shape)
 
     def encode(self, values: Tensor) -> None:
-        """Set the codes and scales to those of `values`, float32 in the shape of the codes."""
+        """Encode `values`, float32 in the shape of the codes."""
         table = code_values(is_signed=self.is_signed, device=values.device)
         blocks = values.reshape(-1, BLOCK)
         scales = blocks.abs().amax(1).clamp(min=MIN_SCALE)
@@ -64,7 +64,7 @@ class CodedMoment:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The numbers that one AdamW update needs beside the tensors, each rounded to float32."""
+    """The numbers of one AdamW update, each rounded to float32."""
 
     learning_rate: float
     beta1: float
@@ -87,7 +87,7 @@ class Update:
         weight_decay: float,
         epsilon: float,
     ) -> Update:
-        """Return the numbers for update `step`; updates are counted from 1."""
+        """Return the numbers of update `step`, counted from 1."""
         number, rate = torch.tensor(float(step)), torch.tensor(learning_rate)
         return cls(
             learning_rate=float(rate),
@@ -129,7 +129,8 @@ def update_weights(
         mean: running mean of the gradients, changed in place.
         mean_square: running mean of the squared gradients, changed in place.
         update: the numbers of this update.
-        backend: "triton", "torch", or "auto" for Triton on a GPU where it is installed.
+        backend: "triton", "torch", or "auto": Triton on a GPU where it is installed, otherwise
+            torch.
     """
     has_triton = weights.is_cuda and importlib.util.find_spec("triton") is not None
     if backend == "triton" or (backend == "auto" and has_triton):

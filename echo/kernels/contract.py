@@ -1,4 +1,4 @@
-"""Contract of kernel backends: the functions that a backend has, and their records.
+"""Contract of kernel backends: their functions and records.
 
 A backend is a module with the functions of `Kernels`: torch_kernels.py for any device, which is
 also the reference, and triton_kernels.py. The operations in kernels/logprob.py check the input, so
@@ -24,7 +24,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioClip:
-    """The range of the ratio in which a token has a gradient; the loss has checked its bounds."""
+    """The range of the ratio in which a token has a gradient."""
 
     clip_low: float = 0.2
     """Width of the range of the ratio below 1, in 0..1."""
@@ -36,14 +36,16 @@ class RatioClip:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyTerms:
-    """Terms of the policy loss for each token; [N] each, without gradient."""
+    """Terms of the policy loss for each token, [N] each, without gradient."""
 
     losses: Tensor
     """The token's clipped surrogate, not normalised."""
     coefficients: Tensor
     """d loss / d log-probability of each token; exactly 0 where a clip is active."""
     ratios: Tensor
-    """Probability under the learner over that under the sampler: exp of the bounded log ratio."""
+    """Probability under the learner over probability under the sampler: exp of the bounded log
+    ratio.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +61,7 @@ class PolicyRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FurtherIds:
-    """Ids that are scored besides a row's own id: any number for each row, M for all rows."""
+    """Ids that are scored besides each row's own id, M in all."""
 
     rows: Tensor
     """[M] int64 in 0..N-1, ascending: the row of each id."""
@@ -67,7 +69,7 @@ class FurtherIds:
     """[M] int64 in 0..V-1: the ids, distinct within a row."""
 
     def sum(self, values: Tensor, num_rows: int) -> Tensor:
-        """Return for each of `num_rows` rows the sum of the values of its ids, in a fixed order.
+        """Return the sum of each row's values, added in a fixed order.
 
         `values` is [M], a value for each id.
         """
@@ -76,9 +78,9 @@ class FurtherIds:
         return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
 
     def add_at(self, matrix: Tensor, values: Tensor, *, start: int) -> None:
-        """Add the [M] values in place to the matrix, each at the row and the column of its id.
+        """Add the [M] values in place, each at the row and column of its id.
 
-        The matrix holds a chunk of the vocabulary's columns; `start` is the id of its first column.
+        The matrix holds a chunk of the vocabulary's columns. `start` is the id of its first column.
         Values of ids outside of the chunk are left out.
         """
         columns = self.ids - start
@@ -90,7 +92,7 @@ class FurtherIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Statistics of each row that the forward pass computes; [N] each, except `set_logprobs`."""
+    """Statistics of each row from the forward pass, [N] each except `set_logprobs`."""
 
     logprobs: Tensor
     """Log-probability of the row's id, nats."""
@@ -110,7 +112,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRows:
-    """The n <= N rows that a backward pass computes, with their statistics from the forward pass.
+    """The n <= N rows of a backward pass, with their statistics.
 
     These are the rows that have a gradient, or all rows (`logprob._live_rows`).
     """
@@ -142,7 +144,7 @@ class LiveRows:
 
     @property
     def grad_all(self) -> Tensor:
-        """[n] for each row, the sum of `grad` and of its ids' values in `grad_sets`."""
+        """Return each row's `grad` plus its ids' values in `grad_sets`, [n]."""
         if self.sets is None or self.grad_sets is None:
             return self.grad
         return self.grad + self.sets.sum(self.grad_sets, len(self.grad))
@@ -173,10 +175,10 @@ class Kernels(Protocol):
         sets: FurtherIds | None = None,
         vocab_chunk: int,
     ) -> Scores:
-        """Return the scores of each row's id in `ids` [N], and of the further ids in `sets`.
+        """Return the scores of each row's id [N] and of the further ids in `sets`.
 
-        The distributions are those of the states `hidden` [N, D] and the head `weight` [V, D], with
-        the inverse temperatures `scale` [N].
+        The distributions follow from the states `hidden` [N, D], the head `weight` [V, D] and the
+        inverse temperatures `scale` [N].
         """
         ...
 
@@ -189,11 +191,11 @@ class Kernels(Protocol):
         needs_weight: bool,
         vocab_chunk: int,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the states [n, D] and the weight [V, D]; None if not needed."""
+        """Return the gradients of states [n, D] and weight [V, D], None if not needed."""
         ...
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-        """Return the [M] logits of the pairs, each multiplied by its row's entry of `scale` [N].
+        """Return the [M] logits of the pairs, each times its row's `scale` [N].
 
         The result has the dtype of `scale`.
         """
@@ -209,7 +211,7 @@ class Kernels(Protocol):
         needs_states: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the states [N, D] and the weight [V, D]; None if not needed.
+        """Return the gradients of states [N, D] and weight [V, D], None if not needed.
 
         Args:
             hidden: [N, D] hidden states.
@@ -223,16 +225,16 @@ class Kernels(Protocol):
 
 
 def host_waits(tensor: Tensor) -> bool:
-    """Return whether the host has to wait for a device to read a tensor's values."""
+    """Return whether reading a tensor's values makes the host wait for a device."""
     return tensor.is_cuda
 
 
 def is_describable(matrix: Tensor) -> bool:
-    """Return whether a tensor descriptor, and so TMA, can read the matrix without a copy."""
+    """Return whether a tensor descriptor (TMA) can read the matrix without a copy."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a copy of it if a tensor descriptor could not read it."""
+    """Return the matrix, or a copy if a tensor descriptor cannot read it."""
     return matrix if is_describable(matrix) else matrix.clone(memory_format=torch.contiguous_format)

@@ -1,20 +1,20 @@
 """Log-probabilities from hidden states and LM head, without [N, V] logits.
 
-The plain way (logits, log_softmax, gather) holds several [N, V] float32 matrices; at 16,384 tokens
+The plain way (logits, log_softmax, gather) holds several [N, V] float32 matrices. At 16,384 tokens
 and a vocabulary of 151,936 each takes 10 GB. Here logits are not stored, and the backward computes
-them again. That takes one more matrix product and a fraction of the memory. Two backends have the
+them again. This takes one more matrix product and a fraction of the memory. Two backends have the
 same signature: torch_kernels.py for any device, triton_kernels.py for GPUs.
 
 Numerics, against the defects found elsewhere:
 - Products are summed in float32 and statistics are float32, whatever the input. The rounding of
   bfloat16 logits alone is as large as the clip range of GSPO.
-- If the vocabulary is not a multiple of a tile, the columns beyond it do not count as logits of 0.
+- If the vocabulary is not a multiple of a tile, columns beyond the vocabulary do not count.
 - Each row of the weight's gradient is written once, from one float32 sum.
 - Rows whose gradient is zero (clipped tokens) are dropped before the backward, which is exact. On a
   GPU they are kept, since the host would have to wait for their number.
 
-The host never waits for a GPU here: an id outside of the vocabulary raises a `ValueError` on a CPU,
-and on a GPU stops the process with a device-side assertion.
+The host never waits for a GPU here. An id outside of the vocabulary raises a `ValueError` on a CPU.
+On a GPU it stops the process by a device-side assertion.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -48,7 +48,7 @@ from echo.kernels.contract import (
 
 
 def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernels:
-    """Return the backend that computes with hidden states [N, D] and the LM head [V, D].
+    """Return the backend for hidden states [N, D] and the LM head [V, D].
 
     "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. Tensor cores do not multiply
     float32 exactly, so cuBLAS is faster for float32. In float16, gradients of logits underflow
@@ -73,7 +73,7 @@ def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernel
 
 
 def _find_device_fault(device: torch.device) -> str | None:
-    """Return the reason why Triton cannot compute on this device; None if it can."""
+    """Return why Triton cannot compute on this device, None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device.type == "cuda" and torch.version.cuda:
@@ -89,7 +89,7 @@ def _find_device_fault(device: torch.device) -> str | None:
 
 
 def _find_head_fault(hidden: Tensor, weight: Tensor) -> str | None:
-    """Return the reason why Triton cannot multiply hidden states and head; None if it can."""
+    """Return why Triton cannot multiply hidden states and head, None if it can."""
     if hidden.dtype != weight.dtype:
         return f"hidden is {hidden.dtype}, but weight is {weight.dtype}"
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -136,7 +136,7 @@ def linear_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each id under softmax(hidden @ weight.T * inv_temperature).
+    """Return log-probabilities under softmax(hidden @ weight.T * inv_temperature).
 
     Args:
         hidden: [N, D] floating point, the hidden states that predict the ids.
@@ -144,18 +144,18 @@ def linear_logprob(
         ids: [N] integer in 0..V-1.
         inv_temperature: 1 / temperature, > 0; one number or [N], a constant for autograd.
         entropy: "value" returns the entropy as a constant, "grad" as a differentiable output.
-        vocab_chunk: columns of logits or of their gradient in memory at a time: N * vocab_chunk
-            numbers, and twice that in the torch backend with entropy.
+        vocab_chunk: columns of logits or of their gradient in memory at a time. They take N *
+            vocab_chunk numbers, and twice as many in the torch backend with entropy.
         backend: "triton", "torch", or "auto" for Triton with bfloat16 on an NVIDIA GPU and torch
             elsewhere.
 
     Returns:
-        Log-probabilities and entropies (None if `entropy` is "none"), both [N] in nats; float32, or
-        float64 if `hidden` is float64.
+        Log-probabilities and entropies (None if `entropy` is "none"), both [N] in nats. They are
+        float32, or float64 if `hidden` is float64.
 
     Raises:
         ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, a setting is
-            unusable, or the backend that was named cannot compute this input.
+            unusable, or the named backend cannot compute this input.
     """
     options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
@@ -176,7 +176,7 @@ def linear_further_logprobs(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `linear_logprob`, and the log-probabilities of further ids of rows.
+    """Return the results of `linear_logprob`, with further ids of rows.
 
     One forward pass over the LM head computes all of them, and one backward pass their gradients.
     Memory grows by [M] numbers.
@@ -185,7 +185,7 @@ def linear_further_logprobs(
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
         ids: as for `linear_logprob`.
-        sets: M further ids of any rows; on a CPU an id outside of 0..V-1 raises.
+        sets: M further ids of any rows. On a CPU an id outside of 0..V-1 raises an error.
         inv_temperature: as for `linear_logprob`.
         entropy: as for `linear_logprob`.
         vocab_chunk: as for `linear_logprob`.
@@ -196,7 +196,7 @@ def linear_further_logprobs(
         with gradient.
 
     Raises:
-        ValueError: as `linear_logprob`, or if rows and ids of the sets differ in number.
+        ValueError: as `linear_logprob`. Also if rows and ids of the sets differ in number.
     """
     options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
@@ -215,14 +215,14 @@ def linear_further_logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """The result of `linear_policy_loss`; [N] each."""
+    """The result of `linear_policy_loss`, [N] each."""
 
     losses: Tensor
     """Clipped policy loss of each token, not normalised, with gradient."""
     logprobs: Tensor
     """Log-probability of each token in nats, with gradient."""
     ratios: Tensor
-    """Probability of each token under the learner over that under the sampler, without gradient."""
+    """Probability of each token under the learner over that by the sampler, without gradient."""
     entropies: Tensor
     """Entropy of the distribution at each token in nats, without gradient."""
 
@@ -239,11 +239,11 @@ def linear_policy_loss(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> TokenLosses:
-    """Return each token's clipped policy loss, with its log-probability, ratio and entropy.
+    """Return each token's clipped policy loss, log-probability, ratio and entropy.
 
-    The result equals the policy loss computed from the log-probabilities of `linear_logprob`; here
-    one kernel computes ratio, clip and coefficient together with the log-probability. The loss of a
-    batch is the sum of `losses` over its trained tokens, divided by their number.
+    The result equals the policy loss from the log-probabilities of `linear_logprob`. Here one
+    kernel computes ratio, clip, coefficient and log-probability together. The loss of a batch is
+    the sum of `losses` over its trained tokens, divided by their number.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -288,10 +288,10 @@ def linear_pair_logits(
     *,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Return the [M] logits, divided by temperature, of M pairs of row and id, with gradient.
+    """Return the logits of M pairs, divided by temperature, with gradient.
 
-    If `linear_logprob` returns l for an id a of a row, the log-probability of another id j of that
-    row is l + logit(j) - logit(a). Both log-probabilities are over the whole vocabulary.
+    Suppose that `linear_logprob` returns l for an id a of a row. The log-probability of another id
+    j of the row is l + logit(j) - logit(a). Both log-probabilities are over the whole vocabulary.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -301,8 +301,8 @@ def linear_pair_logits(
         backend: as for `linear_logprob`.
 
     Raises:
-        ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, or the backend
-            that was named cannot compute this input.
+        ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, or the named
+            backend cannot compute this input.
     """
     _check_shapes(hidden, weight, pairs.ids, num_rows=len(pairs.rows))
     kernels = load_kernels(backend, hidden, weight)
@@ -314,9 +314,10 @@ def linear_pair_logits(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IdSets:
-    """The sets of ids that some of N rows are scored on; the other rows have the whole vocabulary.
+    """The sets of ids on which some of N rows are scored.
 
-    S rows have a set, N - S have none, and the sets have M ids in all.
+    S rows have a set. The other N - S rows are scored on the whole vocabulary. The sets have M ids
+    in all.
     """
 
     pairs: Pairs
@@ -344,7 +345,7 @@ def linear_set_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of `linear_logprob`, with the softmax of a row taken over its set of ids.
+    """Return the results of `linear_logprob`, with softmax over each row's set.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -352,7 +353,7 @@ def linear_set_logprob(
         ids: as for `linear_logprob`. For a row with a set, the id in `ids` is not read.
         sets: the sets of the rows that have a set, each with the row's own id.
         inv_temperature: as for `linear_logprob`.
-        entropy: as for `linear_logprob`; for a row with a set, the entropy of the distribution over
+        entropy: as for `linear_logprob`. A row with a set has the entropy of the distribution over
             the set.
         vocab_chunk: as for `linear_logprob`.
         backend: as for `linear_logprob`.
@@ -387,7 +388,7 @@ def linear_set_logprob(
 def _within_sets(
     logits: Tensor, sets: IdSets, entropy: EntropyMode
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probability and entropy of each set, [S], from the [M] logits of its members.
+    """Return log-probability and entropy of each set, [S], from its members' logits [M].
 
     The entropy is None if `entropy` is "none".
     """
@@ -408,15 +409,15 @@ def _within_sets(
 
 
 def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Tensor:
-    """Return the maximum or the sum of each set's values, [S] from [M], in a fixed order."""
+    """Return the maximum or the sum of each set's values, [S] from [M]."""
     if not len(values):  # a reduction of nothing has no gradient
         return values.new_zeros(0) + values.sum()
     return torch.segment_reduce(values, reduce, lengths=sizes, unsafe=True)
 
 
 MAX_LACKING_MASS = 1.0 - 1e-6
-"""Upper bound on the probability of the lacking ids of a row. Above this bound, float32 does not
-resolve the probability that is left for the other ids.
+"""Upper bound on the probability of a row's lacking ids. Above it, float32 does not resolve the
+remaining probability.
 """
 
 
@@ -432,9 +433,9 @@ def without_ids(
     has_entropy_gradient: bool = False,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies of rows whose distributions lack a few ids.
+    """Return log-probabilities and entropies of rows that lack a few ids.
 
-    With P the probability of the lacking ids of a row in the whole vocabulary:
+    P is the probability of a row's lacking ids in the whole vocabulary:
 
         l' = l - ln(1 - P)
         H' = (H + sum of p ln p over the lacking ids) / (1 - P) + ln(1 - P)
@@ -445,7 +446,7 @@ def without_ids(
         ids: as for `linear_logprob`.
         logprobs: [N], as `linear_logprob` returned them, with gradient.
         entropies: [N], as `linear_logprob` returned them, or None.
-        lacking: the ids that rows lack, in the order of the rows; other rows are not changed.
+        lacking: the ids that rows lack, in the order of the rows. Other rows are not changed.
         inv_temperature: as for `linear_logprob`.
         has_entropy_gradient: whether the returned entropies have a gradient.
         backend: as for `linear_logprob`.
@@ -471,7 +472,7 @@ def without_ids(
 
 
 class _PairLogits(torch.autograd.Function):
-    """The logits of chosen pairs of row and id, as an operation of autograd."""
+    """Logits of chosen pairs of row and id, as an operation of autograd."""
 
     @staticmethod
     def forward(
@@ -509,7 +510,7 @@ _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """Log-probabilities from hidden states and LM head, as an operation of autograd."""
+    """Log-probabilities from states and LM head, as an operation of autograd."""
 
     @staticmethod
     def forward(
@@ -609,9 +610,9 @@ class _LinearLogprob(torch.autograd.Function):
 def _live_rows(
     grad: Tensor, grad_entropy: Tensor | None, sets: FurtherIds | None, grad_sets: Tensor | None
 ) -> Tensor | None:
-    """Return the indices of the rows that have a gradient; None if all rows must be computed.
+    """Return the indices of the rows that have a gradient, None for all rows.
 
-    The result is also None where the host would have to wait for a device to find these rows.
+    The result is also None if the host would have to wait for a device to find these rows.
     Computing all rows is exact as well, because a row without a gradient adds exactly 0.
     """
     if host_waits(grad):
@@ -642,7 +643,7 @@ def _check(
 
 
 def _row_scale(hidden: Tensor, inv_temperature: float | Tensor) -> Tensor:
-    """Return [N] inverse temperatures in the dtype of the statistics, float32 or float64."""
+    """Return [N] inverse temperatures in the dtype of the statistics."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if not isinstance(inv_temperature, Tensor):
         if not 0.0 < inv_temperature < float("inf"):

@@ -1,4 +1,4 @@
-"""PyTorch kernels for any device, which are the reference of the fused kernels.
+"""PyTorch kernels for any device, the reference of the fused kernels.
 
 Logits are computed in chunks of the vocabulary. The forward keeps three numbers per row: the
 running maximum, the sum of exponentials and, for the entropy, their weighted sum. The backward
@@ -30,8 +30,8 @@ from echo.kernels.contract import (
 )
 
 SIZES_PER_OCTAVE = 16
-"""The rows of a backward in bfloat16 are filled up to one of a few numbers of rows, as packed rows
-are (algo/row_sizes.py). There are this many such numbers from a number to its double.
+"""Number of possible numbers of rows from a number to its double. The rows of a backward in
+bfloat16 are filled up to one of these, as packed rows are (algo/row_sizes.py).
 """
 
 
@@ -129,7 +129,7 @@ PAIR_NUMBERS = 1 << 22
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs divided by temperature, some thousand pairs at a time."""
+    """Return the [M] logits of the pairs divided by temperature."""
     logits = scale.new_empty(len(pairs.rows))
     for part in _parts(hidden, pairs):
         rows, ids = pairs.rows[part], pairs.ids[part]
@@ -215,19 +215,17 @@ def _chunks(
 
 
 def _spare(scale: Tensor, weight: Tensor, vocab_chunk: int) -> Tensor:
-    """Return uninitialised memory for the logits of a chunk."""
     return scale.new_empty(len(scale) * min(vocab_chunk, weight.shape[0]))
 
 
 def _front(spare: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
-    """Return the front of a spare memory as a contiguous matrix."""
     return spare[: shape[0] * shape[1]].view(shape)
 
 
 def _is_narrow(states: Tensor, weight: Tensor) -> bool:
     """Return whether the backward multiplies in bfloat16, with sums in float32.
 
-    It does so on a CPU that has such products, if states and weight are bfloat16.
+    This is the case for bfloat16 states and weight on a CPU with such products.
     """
     is_bfloat16 = states.dtype == weight.dtype == torch.bfloat16
     is_here = is_bfloat16 and states.device.type == "cpu"
@@ -235,9 +233,9 @@ def _is_narrow(states: Tensor, weight: Tensor) -> bool:
 
 
 def _padded(rows: LiveRows) -> LiveRows:
-    """Return the rows, followed by rows of gradient 0 that fill them to one of a few numbers.
+    """Return the rows, followed by rows of gradient 0 up to one of a few numbers.
 
-    In bfloat16 a CPU keeps code and buffers for each number of rows that a product has had.
+    In bfloat16 a CPU keeps code and buffers for each number of rows of a product.
     """
     num_rows = len(rows.states)
     step = max(1, (1 << num_rows.bit_length()) // 2 // SIZES_PER_OCTAVE)
@@ -269,9 +267,9 @@ def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
 
     The terms 1[j = y] of the scored ids are left out.
 
-    d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), where
-    p_j = exp(z_j) / total. Constants of a row are folded into its factors. This saves passes, and
-    is exact where logits are large, because no logarithm is added to their peak.
+    d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), with p_j =
+    exp(z_j) / total. Constants of a row are folded into its factors, which saves passes. The result
+    is exact for large logits, because no logarithm is added to their peak.
 
     Args:
         logits: [N, columns] logits of a chunk of the vocabulary, less the peak of each row.
@@ -289,20 +287,20 @@ def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return [N] logits, each row's logit at its column; 0 where the column is in another chunk."""
+    """Return each row's logit at its column, [N], 0 if another chunk has the column."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     return torch.where(is_inside, picked, 0.0)
 
 
 def _pick_of_rows(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return [M] logits, each at its row and column; 0 where another chunk has the column."""
+    """Return the logits at rows and columns, [M], 0 if another chunk has the column."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     return logits[rows, columns.clamp(0, logits.shape[1] - 1)].where(is_inside, 0.0)
 
 
 def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add each row's value to the matrix at the row's column, unless another chunk has it."""
+    """Add each row's value at its column, unless another chunk has the column."""
     is_inside = (columns >= 0) & (columns < matrix.shape[1])
     columns = columns.clamp(0, matrix.shape[1] - 1)[:, None]
     matrix.scatter_add_(1, columns, torch.where(is_inside, values, 0.0)[:, None])

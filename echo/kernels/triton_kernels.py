@@ -1,18 +1,20 @@
 """Triton kernels, which use logits where they are computed and do not store them.
 
-Forward: one program scores a tile of rows against one part (split) of the vocabulary, in the
-accumulator of the product: running maximum, sum of exponentials, weighted sum for the entropy, and
-the target's own logit. A second kernel combines the splits, which gives the log-probability of a
-token, and computes its ratio, clip and policy coefficient from it. Further ids of a row are few, so
-a third kernel multiplies only the rows of the head that these ids name. Backward: for each chunk of
-the vocabulary, one kernel computes the gradient of the logits in the dtype of the states, and
-cuBLAS turns it into the two gradients. The logits of chosen pairs of a row and an id are computed
-by kernels that read only the rows that the pairs name. There are no atomics, and every sum has a
-fixed order, so the same input gives the same bits.
+Forward. One program scores a tile of rows against one part (split) of the vocabulary. The
+accumulator of the product has the running maximum, the sum of exponentials, the weighted sum for
+the entropy, and the target's own logit. A second kernel combines the splits into the
+log-probability of a token, and computes its ratio, clip and policy coefficient. Further ids of a
+row are few. So a third kernel multiplies only the rows of the head for these ids.
 
-Exponentials are powers of 2, which the hardware computes: `Scores.peak` is in units of log 2.
+Backward. For each chunk of the vocabulary, one kernel computes the gradient of the logits in the
+dtype of the states. cuBLAS turns it into the two gradients.
+
+The kernels for pairs of a row and an id read only the rows of these pairs. There are no atomics,
+and every sum has a fixed order. So the same input gives the same bits.
+
+Exponentials are powers of 2, which the hardware computes. `Scores.peak` is in units of log 2.
 Operands are loaded through tensor descriptors (TMA on Hopper). Loads outside of the matrix read
-zeros, which would count as logits, so columns beyond the vocabulary are masked in the accumulator.
+zeros, which would count as logits. So columns beyond the vocabulary are masked in the accumulator.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -92,14 +94,14 @@ entropy.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
-"""Configuration of all GPUs without an entry of their own. On GPUs before Hopper, operands pass
-through registers, and this configuration is small enough that no register spills there. Every GPU
-has the 36 KiB of shared memory that this configuration needs.
+"""Configuration of all GPUs without their own entry. On GPUs before Hopper, operands pass through
+registers. The configuration is so small that no register spills there. It needs 36 KiB of shared
+memory, which every GPU has.
 """
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
-"""Configuration for inputs in float32, meant for comparisons and not for speed: tensor cores cannot
-multiply float32 exactly.
+"""Configuration for inputs in float32. It is for comparisons and not for speed, since tensor cores
+cannot multiply float32 exactly.
 """
 
 
@@ -141,7 +143,7 @@ _MASKED = tl.constexpr(-1.0e30)
 def _grouped_tile(program, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
     """Return (row tile, column tile) of a program.
 
-    Consecutive programs have GROUP row tiles on the same columns, so that these stay in the cache.
+    Consecutive programs have GROUP row tiles on the same columns, which then stay in the cache.
     """
     group_size = GROUP * num_column_tiles
     first = (program // group_size) * GROUP
@@ -156,7 +158,7 @@ def _logits_tile(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the [ROWS, COLUMNS] float32 tile of states @ weight.T at `row` and `column`."""
+    """Return the [ROWS, COLUMNS] float32 tile of states @ weight.T."""
     logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, WIDTH, DEPTH):
         states = states_desc.load([row, k])
@@ -176,7 +178,7 @@ def scores_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Store the statistics [num_splits, num_rows] of one row tile and split, and target logits."""
+    """Store the statistics of one row tile and split, and target logits."""
     row_tile, split = _grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
@@ -221,7 +223,7 @@ def _store_policy_terms(
     logprobs, rows, is_row, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Store loss, coefficient and ratio of each row; a ratio that is NaN stays NaN."""
+    """Store each row's loss, coefficient and ratio. A NaN ratio stays NaN."""
     sampler_logprobs = tl.load(sampler_ptr + rows, mask=is_row, other=0.0)
     advantages = tl.load(advantage_ptr + rows, mask=is_row, other=0.0)
     log_ratio = logprobs - sampler_logprobs
@@ -251,7 +253,7 @@ def combine_kernel(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, ENTROPY: tl.constexpr, POLICY: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Combine the statistics of all splits into log-probability, entropy and terms of the loss."""
+    """Combine all splits into log-probability, entropy and terms of the loss."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     splits = tl.arange(0, SPLITS)
@@ -287,10 +289,10 @@ def grad_logits_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of one tile of a chunk's logits; `_row_factors` gives the equation.
+    """Store the gradient of one tile of a chunk's logits.
 
-    Ids count from the chunk's first column. Columns outside of the chunk are computed and not
-    stored: the descriptor of the output ends with the chunk.
+    `_row_factors` gives the equation. Ids count from the chunk's first column. Columns outside of
+    the chunk are computed but not stored, because the descriptor of the output ends with the chunk.
     """
     row_tile, column_tile = _grouped_tile(
         tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
@@ -324,7 +326,7 @@ def set_logits_kernel(
     num_ids, row_stride, column_stride, weight_stride,
     WIDTH: tl.constexpr, IDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the logit of each further id: the id's row of the head times its row's state."""
+    """Store the logit of each further id."""
     at = tl.program_id(0) * IDS + tl.arange(0, IDS)
     is_id = at < num_ids
     rows = tl.load(rows_ptr + at, mask=is_id, other=0).to(tl.int64)
@@ -350,7 +352,7 @@ def pair_logits_kernel(
     num_pairs, states_stride, weight_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the logits, divided by temperature, of a few pairs of a row and an id."""
+    """Store the logits of a few pairs, divided by temperature."""
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     is_pair = pairs < num_pairs
     rows = tl.load(rows_ptr + pairs, mask=is_pair, other=0)
@@ -373,10 +375,7 @@ def pair_sums_kernel(
     matrix_stride, sums_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store a part of one row of sums, as `_sum_pairs` defines it.
-
-    The part is DEPTH columns wide.
-    """
+    """Store DEPTH columns of one row of the sums of `_sum_pairs`."""
     row = tl.program_id(0).to(tl.int64)
     depths = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
     first = tl.load(ends_ptr + row)
@@ -406,7 +405,7 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
 def _on_its_device(launch: _Launcher) -> _Launcher:
-    """Return a launcher that runs on the GPU of its first argument, not on Triton's current GPU."""
+    """Return a launcher that runs on the GPU of its first argument."""
 
     @wraps(launch)
     def launch_on_device(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
@@ -430,7 +429,7 @@ def forward(
     sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
-    """Return the scores of the ids, with 12 bytes of memory per row and split of the vocabulary."""
+    """Return the scores of the ids, with 12 bytes of memory per row and split."""
     num_rows, num_columns = len(hidden), len(weight)
     config = _config("scores", hidden)
     num_tiles = triton.cdiv(num_columns, config.columns)
@@ -467,7 +466,7 @@ def forward(
 
 
 def _set_logits(hidden: Tensor, weight: Tensor, sets: FurtherIds) -> Tensor:
-    """Return the [M] float32 logits of the sets' ids, without the temperature."""
+    """Return the [M] float32 logits of the sets' ids, without temperature."""
     logits = torch.empty(len(sets.ids), dtype=torch.float32, device=hidden.device)
     if len(logits):
         set_logits_kernel[triton.cdiv(len(logits), _IDS_PER_PROGRAM),](
@@ -486,7 +485,7 @@ def backward(
 
     Each row of the weight's gradient is written once, by one product.
 
-    Outputs are float32, so that products are summed in float32: with outputs of 16 bits cuBLAS may
+    Outputs are float32, so that products are summed in float32. For outputs of 16 bits, cuBLAS may
     split a sum and add its parts in 16 bits.
     """
     num_rows, width = rows.states.shape
@@ -533,7 +532,7 @@ _PAIRS = 32
 
 @_on_its_device
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs divided by temperature, from one head row per pair."""
+    """Return the [M] logits of the pairs divided by temperature."""
     hidden = hidden.contiguous()
     logits = scale.new_empty(len(pairs.rows))
     if len(logits):
@@ -571,7 +570,7 @@ def pair_gradients(
 
 
 def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write the sum of its pairs to each row of `out`.
+    """Write the sum of each row's pairs to `out`.
 
     A pair adds its factor times its row of `matrix`.
 
@@ -594,11 +593,11 @@ def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, ou
 
 
 def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return rate, peak, base, slope and hit, [n] each: the gradient of a row's logits needs them.
+    """Return the factors of a row's logit gradient: rate, peak, base, slope, hit, [n] each.
 
-    With x = logit * rate - peak and e = 2^x the probability is e / total, and the gradient
-    hit * 1[column = id] - e * (base + slope * x) is the sum of two gradients: that of the
-    log-probability and that of the entropy (`torch_kernels._logit_gradient`).
+    Let x = logit * rate - peak and e = 2^x. Then the probability is e / total, and the gradient is
+    hit * 1[column = id] - e * (base + slope * x). It is the sum of the gradients of the
+    log-probability and of the entropy (`torch_kernels._logit_gradient`).
     """
     hit, whole = rows.grad * rows.scale, rows.grad_all * rows.scale
     rate = rows.scale * _LOG2E.value
@@ -632,7 +631,6 @@ def _config(kernel: KernelName, states: Tensor) -> LaunchConfig:
 
 
 def _tile_options(config: LaunchConfig, states: Tensor, *, with_entropy: bool) -> dict[str, Any]:
-    """Return the compile-time arguments of a kernel that multiplies tiles."""
     return {
         "WIDTH": states.shape[1],
         "ROWS": config.rows,
@@ -649,7 +647,6 @@ def _tile_options(config: LaunchConfig, states: Tensor, *, with_entropy: bool) -
 
 
 def _policy_options(policy: PolicyRows | None) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that computes the policy loss."""
     clip = policy.clip if policy else RatioClip()
     return {
         "ROWS": _ROWS_PER_PROGRAM,
