@@ -1,7 +1,7 @@
 r"""Comparison of an answer with its reference, for the rewards `exact` and `math`.
 
-**exact** compares the whole text, without the white space around the text. If the reference is a
-number, every notation of the number is right: 5.0, 5 and 5e0 are equal. So are `True` and `true`.
+**exact** compares the whole text, without the white space around it. If the reference is a number,
+every notation of the number is right: 5.0, 5 and 5e0 are equal. `True` and `true` are equal, too.
 
 **math** extracts an answer from the text. If the text has a `####`, the answer is the rest of the
 line behind the last `####`. Otherwise it is the content of the last `\boxed{...}`. If the text has
@@ -35,11 +35,11 @@ _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
 
 
 def require_math_verify(where: str) -> None:
-    """Check that the package math-verify, which the setting `where` needs, is installed.
+    """Check that math-verify, which the setting `where` needs, is installed.
 
     Raises:
-        ConfigError: if it is not installed; the text names the setting and the command that
-            installs the package.
+        ConfigError: if it is not installed. The message names the setting and the command to
+            install it.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
@@ -53,7 +53,7 @@ def is_plain_number(text: str) -> bool:
 
 
 def extract_answer(completion: str) -> str | None:
-    """Return the final answer in a completion, normalised; None if it has no answer."""
+    """Return a completion's final answer, normalised, or None."""
     head, marker, tail = completion.rpartition(MARKER)
     if marker and (line := tail.strip().partition("\n")[0]):
         return normalise(line)
@@ -65,9 +65,10 @@ def extract_answer(completion: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in a normal form, in which equal answers are more often the same text.
+    """Return an answer in a normal form.
 
-    The form has no currency signs, percent signs, units, thousands separators and full stops.
+    The form has no currency signs, percent signs, units, thousands separators and full stops. So
+    equal answers are more often the same text.
     """
     answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
     answer = answer.strip().strip("*_`").rstrip(".,;").strip()
@@ -77,11 +78,11 @@ def normalise(answer: str) -> str:
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Return whether two normalised answers are the same text, or are equal by math-verify.
+    """Return whether two normalised answers are the same text or equal.
 
-    An answer with powers or factorials is compared as text only: with `9**9**9**9` the computer
-    algebra would never end. Words are compared as text too: the computer algebra would read them as
-    products of letters.
+    math-verify decides equality. An answer with powers or factorials is compared as text only: with
+    `9**9**9**9` the computer algebra would never end. Words are compared as text, too, because the
+    computer algebra would read them as products of letters.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -103,7 +104,7 @@ def is_equal(reference: str, answer: str) -> bool:
 
 
 def _last_boxed(completion: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} in a text; None if the text has none."""
+    r"""Return the content of the last complete \boxed{...} in a text, or None."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -120,10 +121,10 @@ def _last_boxed(completion: str) -> str | None:
 
 
 def check_reference(reward: str, column: str, answer: Any) -> None:
-    """Refuse a reference that `exact` or `math` cannot compare with a text.
+    """Refuse a reference that `exact` or `math` cannot compare with text.
 
     Raises:
-        ValueError, TypeError: if it cannot be compared; the text names the column, the value and
+        ValueError, TypeError: if it cannot be compared. The message names the column, the value and
             the remedy.
     """
     where = f"`{column}` = {answer!r:.80}"
@@ -153,7 +154,7 @@ def exact(completion: str, answer: str | float) -> float:
 
 
 def equal_in_mathematics(completion: str, answer: str | float) -> float:
-    """Return 1 if the answer in the completion is mathematically equal to the reference, else 0."""
+    """Return 1 if the completion's answer is mathematically right, else 0."""
     found = extract_answer(completion)
     reference = answer if isinstance(answer, str) else _written_out(Decimal(str(answer)))
     # Extract only from a whole solution: the last number of a fraction is not its value.
@@ -163,7 +164,6 @@ def equal_in_mathematics(completion: str, answer: str | float) -> float:
 
 
 def _written_out(number: Decimal) -> str:
-    """Return a number as text without an exponent, trailing zeros or a negative zero."""
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text

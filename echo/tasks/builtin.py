@@ -1,18 +1,18 @@
-r"""Built-in tasks: addition, countdown, GSM8K.
+"""Built-in tasks: addition, countdown, GSM8K.
 
 **Addition** of three digits with a column scratchpad is the task of the quickstart.
 
     prompt      478+365=
     completion  8+5=137+6=144+3=08>0843
 
-Each column is `a+b=tt`, where `tt` includes the carry from the column before; the units come first.
-The columns are followed by `>` and the sum in four digits. The reward is 1 if there is a single `>`
-and the text after the `>` is the sum, else 0. The scratchpad does not affect the reward.
+Each column is `a+b=tt`, where `tt` includes the carry from the column before. The units come first.
+After the columns come `>` and the sum in four digits. The reward is 1 if there is a single `>` and
+the text after it is the sum, else 0. The scratchpad does not affect the reward.
 
 Most demonstrations forget every carry, both in the columns and in the sum. About 47 % of the
 demonstrations are right, because some do carry and some sums have no carry. Imitation cannot exceed
-this share, and the most likely answer of an imitator omits the carries. Only the rewards can teach
-the policy to carry.
+this share. An imitator's most likely answer omits the carries. Only the rewards can teach the
+policy to carry.
 
 **Countdown** with three digits: reach a target with + - * and parentheses, using each digit once.
 
@@ -20,14 +20,13 @@ the policy to carry.
     completion  2*(2+8)
 
 The reward is 1 if the completion is an expression that uses each given digit once and evaluates to
-the target; else 0. The expression must not join digits into longer numbers. The expression is
-evaluated as a syntax tree and never executed. All demonstrations are right. Prompts are split by
-text, but there are only about 165 sets of digits, so held-out prompts have the same sets as
-training prompts.
+the target, else 0. The expression must not join digits into longer numbers. It is evaluated as a
+syntax tree and never executed. All demonstrations are right. Prompts are split by text. There are
+only about 165 sets of digits, so held-out prompts have the same sets as training prompts.
 
 **GSM8K**, grade-school mathematics, is read from any dataset file and judged by math-verify. Rows
-have `question` and `answer` as published: the answer ends in `#### 72`. The prompt asks for the
-same ending. Completions are judged as by the reward `math` (answers.py).
+have `question` and `answer` as published, where the answer ends in `#### 72`. The prompt asks for
+the same ending. Completions are judged as by the reward `math` (answers.py).
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ FORGETFUL_SHARE = 0.75
 
 
 class AdditionTask(GeneratedTask):
-    """Add two numbers of three digits; the answer follows `>` and is padded to four digits."""
+    """Add two numbers of three digits. The answer has four digits after `>`."""
 
     is_bounded = True
     max_completion_tokens = 24
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Return a prompt with two random numbers, and a demonstration of the answer.
+        """Return a prompt with two random numbers, and a demonstration.
 
         In FORGETFUL_SHARE of the demonstrations every carry is forgotten.
         """
@@ -76,7 +75,7 @@ class AdditionTask(GeneratedTask):
         return f"{left}+{right}=", add_in_columns(left, right, is_forgetful=is_forgetful)
 
     def answer(self, prompt: str) -> str:
-        """Return the sum that a prompt asks for, padded with zeros to four digits."""
+        """Return the sum that a prompt asks for, in four digits."""
         left, right = prompt.removesuffix("=").split("+")
         return f"{int(left) + int(right):0{NUM_ADDITION_DIGITS + 1}d}"
 
@@ -91,7 +90,7 @@ class AdditionTask(GeneratedTask):
 
 
 def add_in_columns(left: str, right: str, *, is_forgetful: bool) -> str:
-    """Return the scratchpad and the sum of two numbers of equal length.
+    """Return scratchpad and sum of two numbers of equal length.
 
     If `is_forgetful`, every carry is forgotten.
     """
@@ -114,8 +113,9 @@ NUM_COUNTDOWN_DIGITS = 3
 MAX_TARGET = 99
 
 MAX_EXPRESSION_CHARS = 64
-"""Number of characters of the longest completion that is parsed; a longer completion is wrong. The
-limit bounds the parser's recursion."""
+"""Number of characters of the longest completion that is parsed. A longer completion is wrong. The
+limit bounds the parser's recursion.
+"""
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -131,7 +131,7 @@ class CountdownTask(GeneratedTask):
     max_completion_tokens = 12
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Return a prompt with random digits and a target, and an expression that reaches it."""
+        """Return a prompt with digits and a target, and an expression for it."""
         while True:
             digits = [rng.choice("123456789") for _ in range(NUM_COUNTDOWN_DIGITS)]
             expression = random_expression(digits, rng)
@@ -145,7 +145,7 @@ class CountdownTask(GeneratedTask):
         return {"digits": [int(digit) for digit in digits], "target": int(target)}
 
     def right_completion(self, example: Example) -> str:
-        """Return an expression that reaches the example's target, found by a random search."""
+        """Return an expression for the example's target, by a random search."""
         rng, digits = random.Random(str(example.prompt)), list(map(str, example.answer["digits"]))
         while True:  # there are only some thousand expressions
             rng.shuffle(digits)
@@ -154,7 +154,7 @@ class CountdownTask(GeneratedTask):
                 return expression
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return 1 if the expression uses each digit once and reaches the target, else 0."""
+        """Return 1 if each digit is used once and the target is reached, else 0."""
         try:
             value, numbers = evaluate(completion)
         except ValueError:
@@ -164,7 +164,7 @@ class CountdownTask(GeneratedTask):
 
 
 def random_expression(digits: list[str], rng: random.Random) -> str:
-    """Return an expression that combines the digits, in this order, with random operators.
+    """Return an expression of the digits, in this order, with random operators.
 
     Parentheses are added only where the order of the operations needs them.
     """
@@ -181,7 +181,7 @@ def random_expression(digits: list[str], rng: random.Random) -> str:
 
 
 def evaluate(expression: str) -> tuple[int, list[int]]:
-    """Return the value of an expression of whole numbers, and the numbers in it.
+    """Return the value and the numbers of an expression of whole numbers.
 
     Raises:
         ValueError: if the text is not such an expression, or has other operators than + - *.
@@ -219,14 +219,14 @@ INSTRUCTION = (
 
 
 class Gsm8kTask(RowsTask):
-    """Solve word problems from a dataset; the answer is a number."""
+    """Solve word problems of a dataset, whose answers are numbers."""
 
     def __init__(self, *, path: str = "", heldout_path: str = "", skip_bad: bool = False) -> None:
         super().__init__(path=path, heldout_path=heldout_path, skip_bad=skip_bad)
         require_math_verify("task.kind = gsm8k")
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return an example with the row's question and an instruction as prompt.
+        """Return an example. Its prompt is the row's question with an instruction.
 
         The answer of the example is the number after `####` in the row.
         """

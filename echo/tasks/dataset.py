@@ -1,4 +1,4 @@
-r"""Dataset tasks: their examples are the rows of a dataset; a function gives the rewards.
+"""Dataset tasks: examples are rows, and a function gives the rewards.
 
     [task]
     kind = "dataset"
@@ -7,16 +7,16 @@ r"""Dataset tasks: their examples are the rows of a dataset; a function gives th
 `path` has one of the forms that rows/files.py reads. `reward` names a function that the user has
 written (reward_functions.py), or one of the built-in rewards "exact" and "math" (answers.py).
 
-By default a row becomes an example as rows/examples.py describes; a subclass may override
+By default a row becomes an example as rows/examples.py describes. A subclass may override
 `read_row`. Every subclass defines the reward of a completion:
 
     class Capitals(RowsTask):
         def reward(self, example: Example, completion: str) -> float:
             return float(example.answer.lower() in completion.lower())
 
-The whole dataset is read and checked when the first example is requested. So a malformed row, or a
-prompt that does not fit into the model's window (`examine`), stops the run at its start, with an
-error that names file and row. With `skip_bad` these rows are left out instead. Without
+The whole dataset is read and checked when the first example is requested. Bad rows are malformed,
+or their prompt does not fit into the model's window (`examine`). A bad row stops the run at its
+start, with an error that names file and row. With `skip_bad` bad rows are left out instead. Without
 `heldout_path` one prompt in ten is held out, together with all rows that have the same prompt.
 """
 
@@ -56,8 +56,8 @@ class RowsTask(Task):
             ten of `path`.
         columns: the dataset's own names of columns, such as { prompt = "question" }.
         leave_out: columns that no reward needs, such as large ones.
-        skip_bad: leave out malformed rows and prompts that are too long; a warning states the
-            number of such rows and describes the first one.
+        skip_bad: leave out malformed rows and prompts that are too long. A warning gives the number
+            of these rows and describes the first one.
         assistant_last: how to read a row whose last message is the assistant's. "continue": the
             policy continues this message. "drop": the message is removed, and becomes the example's
             answer if the row has no answer. Empty: the row is refused.
@@ -90,10 +90,10 @@ class RowsTask(Task):
         self._reader = RowReader(self.columns, assistant_last)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return the example that a row describes; the caller sets its index, split and source.
+        """Return a row's example. The caller sets its index, split and source.
 
         Raises:
-            ValueError, TypeError, LookupError: if a column is missing or of the wrong kind; the
+            ValueError, TypeError, LookupError: if a column is missing or of the wrong kind. The
                 caller adds the file and the row.
         """
         return self._reader.example_of(row)
@@ -102,7 +102,7 @@ class RowsTask(Task):
         return self._reader.tools_of(example.columns)
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:
-        """Check every row with `fault_of`, which returns what is wrong with a row.
+        """Check every row with `fault_of`.
 
         See `Task.examine`. With `skip_bad` the bad rows are left out.
 
@@ -128,7 +128,7 @@ class RowsTask(Task):
     def example(self, index: int, *, split: str) -> Example:
         """Return the example of row `index` of a split.
 
-        An index behind the last row continues with the first row.
+        After the last row, indices continue with the first row.
 
         Raises:
             DataError: if the split has no row.
@@ -149,7 +149,7 @@ class RowsTask(Task):
     def dataset_files(self) -> list[Path]:
         """Return the local files of the dataset.
 
-        A split on the hub has no local files; the name of the split identifies the dataset.
+        A split on the hub has no local files. The split's name identifies the dataset.
         """
         return [
             file
@@ -161,8 +161,7 @@ class RowsTask(Task):
     def data_problems(self) -> list[str]:
         """Return the faults of the datasets.
 
-        Datasets on this machine are read. For every other dataset the hub is asked, and it is a
-        fault if the hub does not have the dataset.
+        Datasets on this machine are read. Every other dataset must exist on the hub.
         """
         if not self.path:
             return [NO_PATH]
@@ -260,10 +259,10 @@ class RowsTask(Task):
 
 
 def _key_of(example: Example) -> str:
-    """Return the normalised prompt of an example; the hash of this key decides the example's split.
+    """Return an example's normalised prompt, whose hash decides the split.
 
-    Two prompts have the same key if they differ only in white space, case or Unicode form, or if
-    one is plain text and the other is a single user message with this text.
+    Differences in white space, case or Unicode form do not change the key. Plain text and a single
+    user message with the same text have the same key.
     """
     text = example.prompt
     if not isinstance(text, str):
@@ -293,9 +292,10 @@ class DatasetTask(RowsTask):
     Args:
         path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
         reward: "exact" (the completion is `answer`), "math" (the last number or boxed expression
-            equals `answer`, which is a number, LaTeX, or a solution that ends with one of these),
-            or a function: "package.module:function" or "path/to/file.py:function". For several
-            rewards, give a list of such names, or a table from each name to its weight.
+            equals `answer`), or a function: "package.module:function" or
+            "path/to/file.py:function". With "math", `answer` is a number, LaTeX, or a solution that
+            ends with one of these. For several rewards, give a list of such names, or a table from
+            each name to its weight.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class DatasetTask(RowsTask):
         self._reward = RewardSum(reward, self.columns)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return the example of a row; check that the row has the reward function's columns.
+        """Return a row's example. Check that it has the reward function's columns.
 
         Raises:
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind.
@@ -330,16 +330,16 @@ class DatasetTask(RowsTask):
         return example
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the reward that the function gives to an answer; awaitable if it is async."""
+        """Return the function's reward for an answer, awaitable if it is async."""
         value: Reward = self._reward.one(example, completion)
         return value
 
     def compares_answers(self, example: Example) -> bool:
-        """Return whether the reward function takes all answers of a group at once, as a list."""
+        """Return whether the function takes all answers of a group as a list."""
         return self._reward.is_of_groups
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return the rewards that the function gives to a group's answers.
+        """Return the function's rewards for a group's answers.
 
         The result is awaitable if the function is asynchronous.
         """

@@ -19,11 +19,10 @@
             return float(state["is_found"])
 
 The environment's replies become tokens of the rollout that are never trained on. The policy's turns
-keep the tokens that were sampled; they are never decoded and encoded again. An episode ends when
-`reply` returns None, or when it runs out of turns or tokens. `outcome` is called in all of these
-cases.
+keep the sampled tokens, which are never decoded and encoded again. An episode ends when `reply`
+returns None, or when it runs out of turns or tokens. `outcome` is called in all of these cases.
 
-**Tools** are functions that the policy calls by name; a message then contains the result of the
+**Tools** are functions that the policy calls by name. A message then contains the result of the
 call.
 
     class Calculator(ToolEnvironment):
@@ -78,32 +77,33 @@ class Environment(Task):
 
     @abc.abstractmethod
     def begin(self, example: Example) -> Any:
-        """Return the state of a new episode: any object, which the other methods get."""
+        """Return the state of a new episode, any object. Other methods get it."""
 
     @abc.abstractmethod
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return the environment's reply to a turn of the policy; None ends the episode.
+        """Return the reply to a turn of the policy. None ends the episode.
 
         A reply that is text becomes one user message. `reply` is also called after the last
-        permitted turn; the reply to this turn is dropped.
+        permitted turn. This last reply is dropped.
         """
 
     @abc.abstractmethod
     def outcome(self, state: Any) -> Reward:
-        """Return the reward of the episode: a finite number, however the episode ended.
+        """Return the reward of the episode, a finite number.
 
-        If the result is None, the task cannot score the episode, and the group goes on without it.
+        The method is called however the episode ended. If the result is None, the task cannot score
+        the episode. The group then goes on without it.
         """
 
     def end(self, state: Any) -> Awaitable[None] | None:
         """Release the resources that the state of an episode holds."""
 
     def compares_answers(self, example: Example) -> bool:
-        """Return False: the reward of an episode does not depend on other episodes."""
+        """Return False, since an episode's reward does not depend on others."""
         return False
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the reward of an episode that has the completion as its only turn."""
+        """Return the reward of an episode with the completion as its only turn."""
         state = self.begin(example)
         try:
             self.reply(state, completion)
@@ -126,7 +126,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     fault: str = ""
-    """Text for the policy on why the call cannot be parsed; empty if it can be."""
+    """Text for the policy on why the call cannot be parsed; empty if it can."""
 
 
 def find_calls(text: str) -> list[ToolCall]:
@@ -138,7 +138,7 @@ def find_calls(text: str) -> list[ToolCall]:
 
 
 def without_calls(text: str) -> str:
-    """Return the text of a turn without its tool calls and without white space at the end."""
+    """Return the text of a turn without tool calls and final white space."""
     return _CALL.sub("", text).rstrip()
 
 
@@ -165,14 +165,14 @@ _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", 
 
 @dataclass(slots=True)
 class ToolState:
-    """The state of an episode with tools: its example, and the policy's turns up to now."""
+    """The state of an episode with tools: its example and the turns so far."""
 
     example: Example
     texts: list[str] = field(default_factory=list)
 
 
 class ToolEnvironment(Environment):
-    """An environment that replies to a turn with the results of the turn's tool calls."""
+    """An environment that replies with the results of a turn's tool calls."""
 
     @abc.abstractmethod
     def functions(self) -> list[Callable[..., object]]:
@@ -197,7 +197,7 @@ class ToolEnvironment(Environment):
         return ToolState(example)
 
     def reply(self, state: ToolState, text: str) -> list[Message] | None:
-        """Make the tool calls of a turn and return their results; None if the turn has no calls."""
+        """Make the tool calls of a turn. Return their results, None without calls."""
         state.texts.append(text)
         functions = {function.__name__: function for function in self.functions()}
         results = [
@@ -211,7 +211,7 @@ class ToolEnvironment(Environment):
 
 
 def schema_of(function: Callable[..., object]) -> dict[str, Any]:
-    """Return the JSON schema of a function, in the form that chat templates expect."""
+    """Return the JSON schema of a function in the form for chat templates."""
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]

@@ -1,8 +1,8 @@
-"""Chat messages: the forms that are accepted, and the one form that chat templates get.
+"""Chat messages: the accepted forms, and the form for chat templates.
 
 Rows, environments and agents write messages in several forms, but chat templates expect a single
-form. As in inference servers, text parts are joined, a missing content becomes the empty text, and
-tool arguments that are JSON text become objects.
+form. As in inference servers, text parts are joined, and a missing content becomes the empty text.
+Tool arguments that are JSON text become objects.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
-"""The usual role for each other name of a role that occurs in datasets. A template would write such
-a name unchanged."""
+"""Other names of roles in datasets -> the usual role. A template would write such a name unchanged.
+"""
 
 
 def fault_of_message(part: object) -> str:
-    """Return why an object is not a chat message that can be tokenised; "" if it is one."""
+    """Return why an object is no chat message for tokenisation, or ""."""
     if not isinstance(part, Mapping):
         return f"is {type(part).__name__} and no object with `role` and `content`"
     if not isinstance(part.get("role"), str):
@@ -52,13 +52,13 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return which message is the first that cannot be tokenised, and why; "" if all can be."""
+    """Return the first message that cannot be tokenised, and why, or ""."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
-    """Return a message, in any accepted form, in the form that chat templates expect."""
+    """Return a message of any accepted form in the form for chat templates."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):

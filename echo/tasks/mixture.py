@@ -1,4 +1,4 @@
-"""Mixtures: one run trains on several tasks, in proportion to their weights.
+"""Mixtures: a run trains on several tasks in proportion to their weights.
 
     [task]
     kind = "mixture"
@@ -13,9 +13,9 @@
 
 Every thousand examples contain each task in proportion to its weight. The examples of a task are
 spread evenly, so a batch of any size has nearly these proportions. When all examples of a finite
-dataset have been used, they are used again in a new order. Each example has the name of its task,
-and this task rewards the answers. If one of the tasks is an environment of several turns, the
-examples of other tasks become episodes of one turn.
+dataset have been used, they are used again in a new order. Each example has the name of its task.
+This task rewards the answers. If one of the tasks is an environment of several turns, the examples
+of other tasks become episodes of one turn.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MixtureTask(Environment):
             task.prepare()
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return an example of the task that the schedule names for this index."""
+        """Return an example of the task that the schedule has for this index."""
         cycle, position = divmod(index, CYCLE)
         part, rank = self._schedule[position]
         name = self._names[part]
@@ -99,13 +99,13 @@ class MixtureTask(Environment):
         return self.part_of(example).rewards(example, completions)
 
     def begin(self, example: Example) -> Any:
-        """Start an episode of the task to which the example belongs, and return its state."""
+        """Start an episode of the example's task, and return its state."""
         task = self.part_of(example)
         own = task.begin(example) if isinstance(task, Environment) else [example, ""]
         return _when_begun(task, own) if inspect.isawaitable(own) else (task, own)
 
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return the reply of the episode's task to a turn; None for a task of one turn."""
+        """Return the task's reply to a turn, None for a task of one turn."""
         task, own = state
         if isinstance(task, Environment):
             return task.reply(own, text)
@@ -126,7 +126,7 @@ class MixtureTask(Environment):
         return task.end(own) if isinstance(task, Environment) else None
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the tools of the task to which the example belongs."""
+        """Return the tools of the example's task."""
         task = self.part_of(example)
         return task.tools(example)
 
@@ -162,10 +162,10 @@ async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the schedule of one cycle, with the places of each part spread evenly.
+    """Return the schedule of one cycle, with each part's places spread evenly.
 
-    Each place is (part, number of earlier places of this part). The first n places contain a part
-    with the share s about s*n times, for every n. The difference is at most one place.
+    Each place is (part, number of earlier places of this part). For every n, the first n places
+    contain a part with the share s about s*n times. The difference is at most one place.
     """
     counts = [0] * len(shares)
     schedule = []
@@ -184,7 +184,7 @@ def _order_of(name: str, epoch: int, size: int) -> list[int]:
 
 
 def _check_table(where: str, table: Mapping[str, Any]) -> tuple[str, float]:
-    """Check the settings of one task, and return the task's name and weight."""
+    """Check the settings of one task. Return the task's name and weight."""
     for key in table:
         if key not in _TABLE_KEYS:
             raise ConfigError(

@@ -1,10 +1,10 @@
-"""The neighbours of a user's Python file, which are the user's other files that it imports.
+"""Neighbours of a user's Python file: the user's other files that it imports.
 
 Under `python sub/rewards.py` an import finds modules in `sub`. If a task names `sub/rewards.py`,
 the imports of this file find the same modules. Imported files in `sub` or in the current directory
-affect the rewards as much as the named file does, so learner and workers compare the imported
-files, too. Imports are read from the syntax trees of the file and of its neighbours, at any depth;
-no file is run. Files of Echo and of installed packages are not neighbours.
+affect the rewards as much as the named file. So learner and workers compare them, too. Imports are
+read from the syntax trees of the file and of its neighbours, at any depth. No file is run. Files of
+Echo and of installed packages are not neighbours.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
-    """Return the files that the imports of a file load, directly or indirectly.
+    """Return the files that a file imports, directly or indirectly.
 
     Args:
         path: the resolved path of the file.
         directories: the directories that are searched for absolute imports, in this order.
 
     Returns:
-        The neighbours, without the file itself. The key of a neighbour is the name under which it
-        is imported, or its path if the import is relative.
+        The neighbours, without the file itself. The key of a neighbour is its imported name, or its
+        path if the import is relative.
     """
     found: dict[str, Path] = {}
     if INSTALLED & {*path.parts}:
@@ -44,7 +44,7 @@ def neighbours_of(path: Path, directories: Sequence[Path]) -> dict[str, Path]:
 
 
 def relative_level(path: Path) -> int:
-    """Return the largest number of leading dots in a file's imports; 0 if all are absolute."""
+    """Return the largest number of leading dots in a file's imports."""
     return max((node.level for node in _nodes(path) if isinstance(node, ast.ImportFrom)), default=0)
 
 
@@ -57,10 +57,7 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Sequence[Path]]]:
-    """Yield each dotted name in a file's imports that may be a module, and where to search for it.
-
-    The second value of each pair is a list of directories.
-    """
+    """Yield each dotted name in a file's imports, and the directories to search."""
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             names, bases = [alias.name for alias in node.names], directories
@@ -80,7 +77,7 @@ def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Seq
 
 
 def _resolve(name: str, bases: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return the files that an import of `name` would run, from the first base that has any."""
+    """Return the files that an import of `name` would run, from the first matching base."""
     for base in bases:
         found: list[tuple[str, Path]] = []
         place, parts = base, name.split(".")

@@ -1,4 +1,4 @@
-"""Calls a user's reward function, and passes the arguments that the function has parameters for.
+"""Calls a user's reward function with the arguments for its parameters.
 
     def correct(completion, answer, **row):              one answer -> a number
         return float(answer in completion)
@@ -7,11 +7,11 @@
         best = min(map(len, completions))
         return [float(len(text) == best) for text in completions]
 
-The second form is TRL's: one call gets all answers to a prompt, and every argument is a list with
+The second form is TRL's. One call gets all answers to a prompt, and every argument is a list with
 one element for each answer. The possible arguments are `prompt` or `prompts`, `answer`, `info` and
-the row's columns. The function gets every argument for which it has a parameter of the same name; a
-function with a `**` parameter gets all of them. In the second form a completion of a chat prompt is
-a list of one message.
+the row's columns. The function gets every argument for which it has a parameter of the same name.
+With a `**` parameter it gets all of them. In the second form a completion of a chat prompt is a
+list of one message.
 
 The function may be any callable with such parameters: a function, an instance with `__call__`, a
 bound method, a `functools.partial`. Both forms may be `async`. Both may return None for an answer
@@ -73,7 +73,7 @@ Value = Any
 
 
 class RewardSum:
-    """The reward of a dataset's answers, from one function or as a weighted sum of several."""
+    """The reward of a dataset's answers, from one function or a weighted sum."""
 
     def __init__(self, spec: object, columns: Mapping[str, str]) -> None:
         """Import the functions that `spec` names.
@@ -84,8 +84,8 @@ class RewardSum:
             columns: as for `RewardFunction`.
 
         Raises:
-            ConfigError: if `spec` names no function, if two functions have the same name, if a
-                function cannot be called as a reward, or if a weight is not a number.
+            ConfigError: if `spec` names no function, or two functions of the same name. Also if a
+                function cannot be called as a reward, or a weight is not a number.
         """
         where = f"{OPTION} = {spec!r}"
         weights = dict(spec) if isinstance(spec, Mapping) else {}
@@ -109,10 +109,10 @@ class RewardSum:
         )
 
     def check(self, example: Example, row: Mapping[str, Any]) -> None:
-        """Check that a row has the columns of every function; see `RewardFunction.check`.
+        """Check that a row has the columns of every function.
 
         Raises:
-            ValueError: if columns are missing; the text names them.
+            ValueError: if columns are missing. The message names them.
         """
         for function in [self._alone] if self._alone is not None else self._functions:
             function.check(example, row)
@@ -120,15 +120,15 @@ class RewardSum:
     def one(self, example: Example, completion: str) -> Any:
         """Return the reward of one answer.
 
-        If several functions contribute, the result is a dict with the part of each function. If a
-        function is async, the result is awaitable.
+        With several functions the result is a dict of their parts. If a function is async, the
+        result is awaitable.
         """
         if self._alone is not None:
             return self._alone.one(example, completion)
         return self._combined([each.one(example, completion) for each in self._functions])
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return the rewards of all answers to a prompt; each reward is as in `one`.
+        """Return the rewards of all answers to a prompt, each as in `one`.
 
         If a function is async, the result is awaitable.
         """
@@ -157,9 +157,9 @@ class RewardSum:
         return [await self._awaited_parts(row) for row in zip(*lists, strict=True)]
 
     def _parts(self, values: Sequence[Value]) -> dict[str, float] | None:
-        """Return each function's value times its weight, without functions that returned None.
+        """Return each function's weighted value, without functions that returned None.
 
-        If all functions returned None, so does this method.
+        If all functions returned None, the result is None.
         """
         parts = {
             name: weight * value
@@ -177,16 +177,15 @@ class RewardFunction:
     """A built-in reward or a user's function, ready to be called for examples."""
 
     def __init__(self, spec: str, columns: Mapping[str, str]) -> None:
-        """Import the function that `spec` names, and check that Echo has values for its parameters.
+        """Import a function, and check that Echo has values for its parameters.
 
         Args:
             spec: the value of task.options.reward.
-            columns: the dataset's own names of columns, from task.options.columns. The function may
-                name a parameter by the dataset's name of a column or by Echo's name.
+            columns: the dataset's own names of columns, from task.options.columns. A parameter of
+                the function may have the dataset's name of a column or Echo's.
 
         Raises:
-            ConfigError: if `spec` names no function, or a function that cannot be called as a
-                reward.
+            ConfigError: if `spec` names no function that can be called as a reward.
         """
         self.where = f"{OPTION} = {spec!r}"
         self._columns = columns
@@ -287,14 +286,14 @@ class RewardFunction:
             )
 
     def check(self, example: Example, row: Mapping[str, Any]) -> None:
-        """Check that a row has all columns that the function takes as arguments.
+        """Check that a row has the columns for the function's parameters.
 
         Args:
             example: the example of the row.
             row: the values of the row, by column.
 
         Raises:
-            ValueError: if columns are missing; the text names them.
+            ValueError: if columns are missing. The message names them.
         """
         known, answer_column = self._arguments(example), self._columns.get("answer", "answer")
         answers = {"answer", answer_column} if example.answer is None else set()
@@ -329,13 +328,13 @@ class RewardFunction:
             check_reference(self._built_in, answer_column, example.answer)
 
     def one(self, example: Example, completion: str) -> Any:
-        """Return the function's result for one answer; awaitable if the function is async."""
+        """Return the function's result for one answer, awaitable if it is async."""
         return self._call(
             self._arguments(example), {"prompt": example.prompt, "completion": completion}
         )
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return the function's result for all answers to a prompt; awaitable if it is async."""
+        """Return the function's result for all answers, awaitable if it is async."""
         number = len(completions)
         answers: list[Any] = list(completions)
         if not isinstance(example.prompt, str):
@@ -354,9 +353,9 @@ class RewardFunction:
         )
 
     def _arguments(self, example: Example) -> dict[str, Any]:
-        """Return the values for an example that the function may take as arguments.
+        """Return an example's values that the function may take as arguments.
 
-        The keys are the dataset's names of columns. Where the function has a parameter with Echo's
+        The keys are the dataset's names of columns. If the function has a parameter with Echo's
         name of a column, this name is a key, too.
         """
         own = {"answer": example.answer, "info": example.info}

@@ -3,25 +3,24 @@
 To score a group, `score_all` passes each answer to `perform`, or all answers at once if the task
 compares them. `perform` counts the call, repeats it after a transient error, and checks that
 rewards are within the limits. `_answer` executes the call, in a thread (InlineHost) or in a process
-(PoolHost). A host may be called from any thread, which is blocked until the call has returned.
+(PoolHost). Any thread may call a host. The call blocks the thread.
 
 **Threads** are for tasks with `is_bounded`. A call in a thread costs much less than a call in a
-process: a small model makes thousands of short completions per second, and processes would then
+process. A small model makes thousands of short completions per second. For these, processes would
 cost more than the scoring itself. The code may raise or return a wrong type. If the code does not
 return, its thread is abandoned, and a new thread replaces it. The number of abandoned threads is
-limited, since Python cannot kill a thread. Code that holds the interpreter's lock forever
-(catastrophic backtracking in one `re` match, one huge integer power) would stall this process, and
-no thread can prevent that.
+limited, since Python cannot kill a thread. Code that holds the interpreter's lock forever would
+stall this process, and no thread can prevent that. Examples are catastrophic backtracking in one
+`re` match, and one huge integer power.
 
 **Processes** are for all other tasks. Each is an interpreter that imports the task and little else
 of Echo (processes/main.py). A process is started for the first call that needs it, and executes
-later calls, too. An episode stays in the process in which it began, because this process holds the
-episode's state. If a call takes too long, or its process dies, the process is killed together with
-every process that it has started. The episodes in it end as lost, and the next call starts a new
-process. If the node's process dies first, the guards (processes/guard.py) end the task's processes
-within two seconds.
+later calls, too. An episode stays in the process in which it began, because this process holds its
+state. If a call takes too long, or its process dies, the process and all processes that it has
+started are killed. Its episodes end as lost, and the next call starts a new process. If the node's
+process dies first, the guards (processes/guard.py) end the task's processes within two seconds.
 
-A library's pool (pebble) would not be enough: it unpickles a user's data in this process, limits
+A library's pool (pebble) would not be enough. It unpickles a user's data in this process. It limits
 neither memory nor the size of a result, and does not kill the children of a killed process.
 """
 
@@ -64,10 +63,10 @@ MAX_RETRIES = 2
 """How often a call is repeated after it raised RetryCall or a connection failed."""
 
 TICK_S = 1.0
-"""Seconds between two reports of a process that is waiting for rewards."""
+"""Seconds between two reports of a process that waits for rewards."""
 
 MAX_STUCK_THREADS = 8
-"""Largest number of abandoned threads; each holds a stack and perhaps a core."""
+"""Largest number of abandoned threads. Each holds a stack and perhaps a core."""
 
 START_TIMEOUT_S = 120.0
 """Seconds that a process may take to import the task, whose libraries can be large."""
@@ -82,14 +81,14 @@ _PROGRAM = (
 
 
 class RewardError(EchoError):
-    """A call of a task's code failed: the code raised, took too long, or returned no reward.
+    """A call of a task's code failed.
 
-    The failure is counted, and is never replaced by a reward of 0. `reason` is the name of the
-    failure in counters and in the ledger:
+    The failure is counted, and never replaced by a reward of 0. `reason` is its name in counters
+    and in the ledger:
 
         reward_error     the code raised, or returned no finite number
         reward_too_large the code returned a number beyond task.max_reward
-        reward_timeout   the code did not return in time; its process was killed
+        reward_timeout   the code did not return in time, and its process was killed
         reward_memory    the code ran out of the memory that it may use
         reward_lost      the task's process has ended
         reward_retries   the error was transient, and remained after all retries
@@ -109,7 +108,7 @@ class Limits:
     """Limits on the calls of a task's code."""
 
     score_s: float
-    """Seconds that one reward may take; a call that rewards n answers may take n times as long."""
+    """Seconds that one reward may take. A call that rewards n answers may take n times as long."""
     step_s: float
     """Seconds that one example, or one call of an environment, may take."""
     memory_bytes: int | None = None
@@ -127,7 +126,7 @@ class Limits:
 
 
 class TaskHost(abc.ABC):
-    """Executes the calls of a task's code; any thread may use it.
+    """Executes the calls of a task's code, for any thread.
 
     The host counts the calls, their milliseconds and their faults, under names that begin with
     `env/`.
@@ -144,7 +143,7 @@ class TaskHost(abc.ABC):
         Args:
             name: the name of the task in messages.
             limits: the limits on calls of the task's code.
-            compares_answers: returns whether all answers to an example are rewarded in one call.
+            compares_answers: returns whether one call rewards all answers to an example.
         """
         self.name = name
         self.limits = limits
@@ -157,13 +156,13 @@ class TaskHost(abc.ABC):
     def score_all(
         self, example: Example, completions: Sequence[str]
     ) -> Generator[float | None, None, None]:
-        """Yield the reward of each answer, in order; None if the task cannot score the answer.
+        """Yield the reward of each answer, None if the task cannot score it.
 
-        All answers are rewarded in one call if the task compares them. If the caller stops before
+        If the task compares the answers, one call rewards all of them. If the caller stops before
         the last reward, calls that have not begun are cancelled.
 
         Raises:
-            RewardError: if the call for an answer fails; the calls for later answers are not
+            RewardError: if the call for an answer fails. The calls for later answers are not
                 awaited.
         """
         if self.compares_answers(example):
@@ -176,7 +175,7 @@ class TaskHost(abc.ABC):
             yield self.score(example, text)
 
     def score(self, example: Example, completion: str) -> float | None:
-        """Return the reward of an answer; None if the task cannot score the answer.
+        """Return the reward of an answer, None if the task cannot score it.
 
         Raises:
             RewardError: if the call of the task's code fails.
@@ -199,10 +198,10 @@ class TaskHost(abc.ABC):
         return Episode(self, label, episode)
 
     def perform(self, call: TaskCall) -> Any:
-        """Make a call and return its value; after a transient fault make the call again.
+        """Make a call and return its value. Repeat it after a transient fault.
 
         Raises:
-            RewardError: if the call fails; after a transient fault, if the last repetition fails.
+            RewardError: if the call fails. After a transient fault, if the last repetition fails.
         """
         try:
             return self._perform(call)
@@ -246,11 +245,11 @@ class TaskHost(abc.ABC):
 
         Raises:
             TimeoutError: if the call exceeds its time limit.
-            RewardError: if the call was lost with its process, so that repeating it would not help.
+            RewardError: if the call was lost with its process. Repeating it would not help.
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
-        """Return the value of a call, after a check that its rewards are within the limit.
+        """Return the value of a call whose rewards are within the limit.
 
         A reward in parts becomes a PartedReward, which is the sum of the parts.
 
@@ -279,12 +278,12 @@ class TaskHost(abc.ABC):
         return reward
 
     def close(self) -> None:  # noqa: B027, a stand-in holds nothing
-        """Release threads and processes; calls that are under way end with an error."""
+        """Release threads and processes. Running calls end with an error."""
 
     # --- counts ----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call of this method, by name, and reset them."""
+        """Return the counts by name, and reset them."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
@@ -304,12 +303,12 @@ class Episode:
         self._episode = episode
 
     def reply(self, text: str) -> list[Message] | None:
-        """Return the environment's reply to a turn of the policy; None if the episode has ended."""
+        """Return the reply to a turn of the policy, None if the episode has ended."""
         messages: list[Message] | None = self._perform("reply", text)
         return messages
 
     def outcome(self) -> float | None:
-        """Return the reward of the episode; None if the task cannot score it."""
+        """Return the reward of the episode, None if the task cannot score it."""
         outcome: float | None = self._perform("outcome")
         return outcome
 
@@ -322,7 +321,7 @@ class Episode:
 
 
 class LaterHost(TaskHost):
-    """Gives every answer the reward 0, because another process computes the rewards later."""
+    """Gives every answer the reward 0. Another process computes rewards later."""
 
     def __init__(self) -> None:
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))
@@ -341,11 +340,11 @@ class ExampleCall:
     line: str
     """A line for the user with the rewards, or with the error."""
     fault: str = ""
-    """Why a run with these rewards would train nothing, and the remedy; "" if it would train."""
+    """Why a run with these rewards would train nothing, with the remedy; "" if it would train."""
 
     @classmethod
     def of(cls, host: TaskHost, example: Example, right: str | None) -> ExampleCall:
-        """Call the reward for the empty answer, and for `right` if a right answer is known."""
+        """Call the reward for the empty answer and, if known, for the right one."""
         texts = [*([] if right is None else [right]), ""]
         try:
             rewards = list(host.score_all(example, texts))
@@ -368,10 +367,10 @@ class ExampleCall:
 
 
 class InlineHost(TaskHost):
-    """Executes calls in threads of this process, for code that is known to return soon."""
+    """Executes calls in threads of this process, for code that returns soon."""
 
     def __init__(self, task: Task, limits: Limits) -> None:
-        """Prepare the task; threads start with the first call.
+        """Prepare the task. Threads start with the first call.
 
         Raises:
             ConfigError: if the task's `prepare` raises an error.
@@ -421,8 +420,6 @@ class InlineHost(TaskHost):
 
 
 class _CallingThread(threading.Thread):
-    """A thread that executes one call after the other until `end` is called."""
-
     def __init__(self, performer: Performer) -> None:
         super().__init__(name="echo-reward", daemon=True)
         self._performer = performer
@@ -464,14 +461,14 @@ class PoolHost(TaskHost):
         max_concurrent: int,
         compares_answers: Callable[[Example], bool] = lambda _: False,
     ) -> None:
-        """Start with no process; calls start processes when they need them.
+        """Start without processes. Calls start them.
 
         Args:
             kind: the value of task.kind.
             options: the value of task.options.
             limits: the limits on calls of the task's code.
-            max_concurrent: largest number of processes and of simultaneous calls; at least 1.
-            compares_answers: returns whether all answers to an example are rewarded in one call.
+            max_concurrent: largest number of processes and of simultaneous calls, at least 1.
+            compares_answers: returns whether one call rewards all answers to an example.
         """
         super().__init__(kind.rpartition(":")[2], limits, compares_answers)
         code = code_of(kind, options)
@@ -486,10 +483,7 @@ class PoolHost(TaskHost):
         self._is_closed = False
 
     def _score_each(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
-        """Yield the reward of each answer, in order.
-
-        As many answers are rewarded at the same time as there are processes.
-        """
+        """Yield the reward of each answer, in order, with one call per process at a time."""
         try:
             futures = [self._threads.submit(self.score, example, text) for text in completions]
         except RuntimeError:  # the executor was shut down
@@ -515,7 +509,7 @@ class PoolHost(TaskHost):
             self._give_back(process, call, has_begun=answer is not None and answer.fault is None)
 
     def close(self) -> None:
-        """Kill every process; callers that wait get a RewardError."""
+        """Kill every process. Waiting callers get a RewardError."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._changed:
             self._is_closed = True
@@ -569,7 +563,7 @@ class PoolHost(TaskHost):
         return len(self._free) + len(self._busy) + self._num_starting < self._size
 
     def _take_any(self) -> TaskProcess | None:
-        """Return the free process that has the fewest episodes, and mark it as busy.
+        """Return the free process with the fewest episodes, and mark it as busy.
 
         Return None if the caller should start a process or wait for one.
         """
@@ -621,7 +615,6 @@ class PoolHost(TaskHost):
             self._changed.notify_all()
 
     def _remove(self, process: TaskProcess) -> None:
-        """Forget a process that has ended, and the episodes that it held."""
         process.discard()
         self._homes = {
             episode: home for episode, home in self._homes.items() if home is not process
@@ -629,7 +622,10 @@ class PoolHost(TaskHost):
 
 
 class TaskProcess:
-    """A process that runs a task's code; a call that exceeds its limits kills the process."""
+    """A process that runs a task's code.
+
+    A call that exceeds its limits kills the process.
+    """
 
     def __init__(self, spec: TaskSpec) -> None:
         """Start the process and wait until it has built its task.
@@ -662,7 +658,7 @@ class TaskProcess:
         """Let the process execute a call, and return the result.
 
         Raises:
-            TimeoutError: if the call takes longer than `timeout_s`; the process is then killed.
+            TimeoutError: if the call takes longer than `timeout_s`. The process is then killed.
             RewardError: if the process died during the call.
         """
         try:
@@ -684,7 +680,7 @@ class TaskProcess:
         return self._child.poll() is None and self._pipe.is_open
 
     def kill(self) -> None:
-        """Kill the process and all its children; any thread may call this method."""
+        """Kill the process and all its children. Any thread may call this method."""
         self._child.terminate()
         try:
             self._child.wait(GUARD_TIMEOUT_S)
@@ -693,7 +689,7 @@ class TaskProcess:
             self._child.wait()
 
     def discard(self) -> None:
-        """Kill the process and close the socket; no other thread may be using the socket."""
+        """Kill the process and close the socket. No other thread may use the socket."""
         self.kill()
         self._pipe.close()
 
@@ -710,7 +706,7 @@ class TaskProcess:
 
 
 def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
-    """Start a process of a task; return the process and this side of the socket pair."""
+    """Start a process of a task. Return it and this side of the socket pair."""
     own, theirs = socket.socketpair()
     arguments = [json.dumps(search_path()), str(theirs.fileno()), str(os.getpid())]
     with theirs:

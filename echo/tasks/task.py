@@ -2,8 +2,7 @@
 
 A task is the one small class that a user writes. The learner calls `example` and sends the
 `Example` inside a lease. A worker calls `reward` with that example and needs no dataset. So an
-example must consist of JSON values, and `reward` must depend on nothing but the example and the
-completion.
+example must consist of JSON values. `reward` must depend only on the example and the completion.
 
     class Reverse(Task):
         def example(self, index: int, *, split: str) -> Example:
@@ -13,8 +12,8 @@ completion.
         def reward(self, example: Example, completion: str) -> float:
             return float(completion.strip() == example.answer)
 
-The learner sends its workers the task's settings, which may name code: the task's class, a reward
-function, an environment. The code itself is never sent. A worker has its own copy of the code, and
+The learner sends its workers the task's settings. They may name code: the task's class, a reward
+function, an environment. The code itself is never sent. A worker has its own copy of the code. It
 imports this copy only if its hash equals the hash of the learner's copy (`code_of`, `check_code`).
 """
 
@@ -47,12 +46,12 @@ from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 SPLITS = ("train", "heldout")
 
 HELDOUT_ONE_IN = 10
-"""A task that splits by hash holds out one prompt in this number of prompts."""
+"""One prompt in this number is held out if a task splits by hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A prompt, with the data that `reward` needs; every field has JSON's types."""
+    """A prompt, with the data for `reward`, in JSON's types."""
 
     index: int
     """The number of the example in its split, from 0."""
@@ -86,7 +85,7 @@ class Example:
 
 
 class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an error of ours
-    """An error that a task's code raises if the same call may succeed a moment later.
+    """An error of a task's code after which a second call may succeed.
 
     For example, a judge model may still be starting. The call is repeated up to two times.
     ConnectionError and TimeoutError have the same effect.
@@ -106,33 +105,34 @@ class Task(abc.ABC):
     """A source of prompts, with the reward of an answer to a prompt.
 
     The constructor of a subclass gets the settings in [task.options] as keyword arguments. It must
-    not read datasets: a worker builds the same task and has no datasets.
+    not read datasets, since a worker builds the same task and has no datasets.
     """
 
     is_bounded = False
     """Whether `example` and `reward` return soon for any input. If so, they run in threads of the
-    node; the code of other tasks runs in processes that can be killed."""
+    node. The code of other tasks runs in processes that can be killed.
+    """
     has_turns = False
     """Whether an episode may have several turns (environment.py)."""
 
     def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
-        """Do preparations that take long; called once in each process, before all other calls."""
+        """Do slow preparations, once in each process, before all other calls."""
 
     @abc.abstractmethod
     def example(self, index: int, *, split: str) -> Example:
-        """Return example `index` of a split; the same index always gives the same example.
+        """Return example `index` of a split, always the same.
 
         Args:
-            index: a number from 0 up, without a limit; a finite dataset starts again after its last
+            index: a number from 0 up, without a limit. A finite dataset starts again after its last
                 row.
-            split: "train" or "heldout"; no prompt may be in both splits.
+            split: "train" or "heldout". No prompt may be in both splits.
         """
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the reward of a completion: a finite number, or named parts that add up to it.
+        """Return the reward of a completion: a finite number, or its named parts.
 
-        If the result is None, the task cannot score the answer, and the group goes on without it.
+        If the result is None, the task cannot score the answer. The group then goes on without it.
         The method may be `async`.
         """
 
@@ -141,15 +141,15 @@ class Task(abc.ABC):
         return type(self).rewards is not Task.rewards
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return the rewards of a group's answers, in order, in the form that `reward` uses.
+        """Return the rewards of a group's answers, in order, each as from `reward`.
 
-        A task overrides this method to compare the answers to a prompt with each other. For a
-        single answer `reward` is called. The method may be `async`.
+        A task overrides this method to compare the answers to a prompt. For a single answer
+        `reward` is called. The method may be `async`.
         """
         raise NotImplementedError(f"{type(self).__name__} rewards each answer on its own")
 
     def right_completion(self, example: Example) -> str | None:
-        """Return a completion that should earn the reward; None if none is known.
+        """Return a completion that should earn the reward, if one is known.
 
         By default this is the example's answer, if the answer is text or a number.
         """
@@ -160,7 +160,7 @@ class Task(abc.ABC):
         return None
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the tools that the chat template describes to the policy, as JSON schemas."""
+        """Return the policy's tools for the chat template, as JSON schemas."""
         return []
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:  # noqa: B027, most have no rows
@@ -169,33 +169,32 @@ class Task(abc.ABC):
         `fault_of` returns what is wrong with an example, or "".
 
         Raises:
-            DataError: if a row is bad, unless the task leaves bad rows out; the text names the
-                first bad row.
+            DataError: if a row is bad, unless the task leaves bad rows out. The message names the
+                first.
         """
 
     def dataset_files(self) -> list[Path]:
-        """Return the files of the task's dataset; their hash identifies the dataset."""
+        """Return the files of the dataset, whose hash identifies it."""
         return []
 
     def data_problems(self) -> list[str]:
-        """Return the faults of the task's datasets that can be found without a download."""
+        """Return the faults of datasets that are found without a download."""
         return []
 
     def parts(self) -> list[Task]:
-        """Return the tasks of which a mixture consists; empty if this task is no mixture."""
+        """Return the tasks of a mixture; empty if this task is none."""
         return []
 
     def source_files(self) -> list[Path]:
-        """Return the files with code that `reward` calls; the file of the class is not included."""
+        """Return the files with code that `reward` calls, without the class's own."""
         return []
 
 
 class GeneratedTask(Task):
-    """A task with random prompts, and with demonstrations of how to answer them.
+    """A task with random prompts and with demonstrations of answers.
 
-    The hash of a prompt decides its split, so a prompt that is drawn twice is in the same split
-    both times. Demonstrations are for the supervised warm-up, and all of them have training
-    prompts.
+    The hash of a prompt decides its split. So a prompt that is drawn twice is in the same split
+    both times. Demonstrations are for the supervised warm-up. All of them have training prompts.
     """
 
     max_completion_tokens: int
@@ -207,20 +206,23 @@ class GeneratedTask(Task):
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Return a random prompt, of either split, and a demonstration of how to answer it."""
+        """Return a random prompt of either split, and a demonstration for it."""
 
     @abc.abstractmethod
     def answer(self, prompt: str) -> Any:
-        """Return the reference answer to a prompt; `reward` gets it as `example.answer`."""
+        """Return the reference answer to a prompt, as `example.answer`."""
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return example `index` of a split, drawn with a random generator seeded by both."""
+        """Return example `index` of a split, drawn with a seed from both."""
         # A string seed is hashed with SHA-512: the same on every machine and Python.
         prompt, _ = self._draw_from(random.Random(f"{type(self).__name__}:{split}:{index}"), split)
         return Example(index=index, split=split, prompt=prompt, answer=self.answer(prompt))
 
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
-        """Return a random training prompt, and a completion to imitate, which may be wrong."""
+        """Return a random training prompt and a completion to imitate.
+
+        The completion may be wrong.
+        """
         return self._draw_from(rng, "train")
 
     def _draw_from(self, rng: random.Random, split: str) -> tuple[str, str]:
@@ -255,7 +257,7 @@ def load_task(kind: str, options: Mapping[str, Any]) -> Task:
 
     Args:
         kind: a name from BUILT_IN_TASKS, or "package.module:Class". The current directory is
-            searched too, so a user's file needs no installation.
+            searched, too.
         options: keyword arguments of the task's constructor, from [task.options].
 
     Raises:
@@ -276,13 +278,13 @@ def load_task(kind: str, options: Mapping[str, Any]) -> Task:
 
 
 def task_digests(task: Task) -> dict[str, str]:
-    """Return hashes of a task's code and data; nodes compare these hashes.
+    """Return hashes of a task's code and data, which nodes compare.
 
     Returns:
         "task_source": the hash of the files that define the task's class and its base classes.
             Whole files are hashed, since helper functions beside a class matter, too.
-        "dataset": the hash of the dataset's files; empty if there are none, or if this node lacks
-            one of them.
+        "dataset": the hash of the dataset's files. It is empty if there are none, or if this node
+            lacks one.
     """
     source = blake3()
     for part in (task, *task.parts()):
@@ -300,8 +302,8 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     Returns:
         For each module: the hash of its code, its path, and the hashes of its neighbours, by
-        relative path. A module's neighbours are the files that its imports name, and the files in
-        its directory that Python loaded while importing it.
+        relative path. A module's neighbours are the files that it imports, and the files in its
+        directory that Python loaded during its import.
     """
     found = {name: find_code(name) for name in _named_modules(kind, options)}
     return {
@@ -316,7 +318,7 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def code_digest(kind: str, options: Mapping[str, Any]) -> str:
-    """Return one hash of all the user's code that a task's settings name; "" without such code."""
+    """Return one hash of all the user's code in a task's settings, or ""."""
     found = [
         [name, code["hash"], code["neighbours"]] for name, code in code_of(kind, options).items()
     ]
@@ -330,16 +332,15 @@ def check_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check that this node's copy of the task's code equals the learner's copy.
+    """Check that this node's copy of the task's code equals the learner's.
 
     No code is imported.
 
     Args:
         kind: the value of task.kind.
         options: the value of task.options.
-        learners: what `code_of` returned on the learner.
-        inherited_dir: the directory with files that the learner has sent; no code in it is
-            accepted.
+        learners: the result of `code_of` on the learner.
+        inherited_dir: the directory with files from the learner. No code in it is accepted.
 
     Raises:
         ConfigError: if code is missing on this node, or differs from the learner's.
@@ -378,10 +379,10 @@ def check_code(
 
 
 def check_unchanged(code: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that the task's code is the same as when `code_of` was called.
+    """Check that the task's code has not changed since the call of `code_of`.
 
     Raises:
-        ConfigError: if a file has changed; the text names it.
+        ConfigError: if a file has changed. The message names it.
     """
     if (changed := next(_changed_files(code), None)) is not None:
         raise ConfigError(
@@ -452,10 +453,7 @@ def _find_modules(value: object) -> Iterator[str]:
 
 
 def _hash_files(files: list[Path]) -> str:
-    """Return one hash of the files that run when a module is imported.
-
-    Line ends are hashed as on Unix.
-    """
+    """Return one hash of the files, with line ends as on Unix."""
     digest = blake3()
     for path in files:
         content = path.read_bytes().replace(b"\r\n", b"\n")
@@ -465,7 +463,7 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def _hash_neighbours(name: str, path: Path, others: Iterable[Path]) -> dict[str, str]:
-    """Return the hashes of the files that `path` imports, and of the existing files in `others`.
+    """Return the hashes of the files that `path` imports, and of the files in `others`.
 
     The key of each hash is the file's path relative to the directory of `path`.
     """
@@ -484,7 +482,7 @@ def _neighbours(name: str, path: Path) -> dict[str, Path]:
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return where this worker has the module that the learner's machine has at `path`."""
+    """Return this worker's place of a module that the learner has at `path`."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name
@@ -539,7 +537,7 @@ def _check_options(kind: str, task_class: type[Task], options: Mapping[str, Any]
 
 
 def _source_of(task_class: type) -> str:
-    """Return the text of the file that defines a class, with line ends as on Unix."""
+    """Return the text of a class's file, with line ends as on Unix."""
     try:
         path = inspect.getsourcefile(task_class)
     except TypeError:
@@ -600,7 +598,7 @@ def import_module(where: str, name: str) -> ModuleType:
 
 
 def find_code(name: str) -> list[Path]:
-    """Return the Python files that `import_module` would run for a name; run none of them.
+    """Return the Python files that `import_module` would run for a name.
 
     These are the module's file and the `__init__.py` of each package around it. Files of Python's
     standard library are left out.
@@ -636,7 +634,9 @@ def find_code(name: str) -> list[Path]:
 
 
 def load_function(where: str, spec: str) -> Callable[..., Any]:
-    """Import and return the function that "package.module:name" or "path/to/file.py:name" names.
+    """Import and return a function.
+
+    `spec` is "package.module:name" or "path/to/file.py:name".
 
     Raises:
         ConfigError: if there is no such function, or if its module cannot be imported.
@@ -667,7 +667,7 @@ def load_function(where: str, spec: str) -> Callable[..., Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'NAME'?)" with the most similar known name; "" if none is similar."""
+    """Return " (did you mean 'NAME'?)" with a similar known name, or ""."""
     near = nearest(name, known)
     return f" (did you mean {near!r}?)" if near else ""
 
@@ -684,14 +684,14 @@ def _is_pythons_own(path: Path) -> bool:
 
 
 _CLAIMS: dict[str, dict[str, Path]] = {}
-"""For each imported file, its neighbours by the names under which the file imports them."""
+"""For each imported file, its neighbours by imported name."""
 
 _OWN: dict[str, Path] = {}
-"""Top-level module names that belong to users' files, with the directory of each."""
+"""Top-level module names of users' files, with the directory of each."""
 
 
 class _OwnFirst:
-    """An import finder that finds users' files before other modules with the same name.
+    """An import finder that finds users' files before other modules of the same name.
 
     It finds only names in `_OWN`. The users' directories are last on sys.path. If they were first,
     every file in them could hide a module of another package, even a `random.py` that no reward
@@ -702,22 +702,22 @@ class _OwnFirst:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the import spec of a module that is a user's file; None for any other module."""
+        """Return the import spec of a user's file, None for any other module."""
         if path is not None or name not in _OWN:
             return None
         return PathFinder.find_spec(name, [str(_OWN[name])], target)
 
 
 _LOADED: dict[str, set[Path]] = {}
-"""For each imported file, the files in its directory that Python loaded while importing it."""
+"""For each imported file, the files in its directory that Python loaded with it."""
 
 
 def _claim(name: str, path: Path) -> None:
-    """Record the neighbours of a file that will be imported next, so that its imports find these.
+    """Record a file's neighbours, so that its next import finds them.
 
     Raises:
-        ConfigError: if the module name of a neighbour already belongs to another file: a process
-            has only one module of each name.
+        ConfigError: if a neighbour's module name already belongs to another file. A process has
+            only one module of each name.
     """
     if name.partition(".")[0] == "echo":
         return
@@ -754,7 +754,6 @@ def _refuse_pythons_names(path: Path, neighbours: Mapping[str, Path]) -> None:
 
 
 def _find_first(files: Mapping[str, Path]) -> None:
-    """Let `_OwnFirst` find `files` by their module names."""
     for name, file in files.items():
         num_packages = name.count(".") + (file.name == "__init__.py")
         if not INSTALLED & {*file.parts}:
@@ -807,7 +806,7 @@ def _import_file(file: str) -> ModuleType:
 
 
 def _is_free(name: str, path: Path) -> bool:
-    """Return whether an import of `name` finds the file `path`, also in spawned processes."""
+    """Return whether an import of `name` finds `path`, also in spawned processes."""
     if not name.isidentifier() or name in sys.stdlib_module_names:
         return False
     known = getattr(sys.modules.get(name), "__spec__", None) or _find_spec(name, sys.path)
@@ -832,16 +831,16 @@ def _import_in_package(path: Path, level: int) -> ModuleType:
 
 
 _ADDED: set[str] = set()
-"""The users' directories that this module has added to sys.path."""
+"""Users' directories that this module has added to sys.path."""
 
 
 def search_path() -> list[str]:
-    """Return sys.path without the users' directories that this module has added."""
+    """Return sys.path without the users' directories."""
     return [os.fspath(place) for place in sys.path if place not in _ADDED]
 
 
 def _search_in(directory: Path) -> None:
-    """Add a directory to the end of sys.path, so that imports of the user's code find it."""
+    """Add a directory at the end of sys.path for imports of the user's code."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
         _ADDED.add(str(directory))

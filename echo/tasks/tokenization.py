@@ -5,15 +5,15 @@ arguments, and the ids that end a completion are hashed. The hashes are compared
 joins.
 
 **Control tokens.** Only the chat template may write control tokens. In a row, an environment's
-reply or an agent's message, `<|im_end|>` is encoded as text; otherwise a message could forge a
+reply or an agent's message, `<|im_end|>` is encoded as text. Otherwise a message could forge a
 system turn. Before the template is rendered, a `MARK` is inserted after the first character of each
 control token in a message. The rendered text is split at the marks, and the pieces are encoded
 separately. Messages of the assistant get no marks, since models write control tokens themselves.
 Without a chat template, text is encoded unchanged, and control tokens in the text stay control
 tokens.
 
-**Beginnings.** If the last message is the assistant's, the template opens the assistant's turn, the
-content of the message follows, and the policy continues this content: nothing closes the turn.
+**Beginnings.** If the last message is the assistant's, the template opens the assistant's turn. The
+content of the message follows, and the policy continues it. The turn is not closed.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _NEEDED_FILES = "the directory needs tokenizer.json and tokenizer_config.json be
 def load_tokenizer(
     directory: str | Path, *, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's directory, without running code from the directory.
+    """Load the tokenizer of a model's directory, without running its code.
 
     Args:
         directory: the model's directory.
-        chat_template: a template in place of the tokenizer's own; "" for no template; None for the
+        chat_template: a template in place of the tokenizer's own. "" is no template, None the
             tokenizer's own.
 
     Raises:
@@ -108,7 +108,7 @@ _CLOCK = (
     "{%- set made.text = made.text.replace(directive, text) -%}"
     "{%- endfor -%}{{- made.text -}}{%- endmacro -%}"
 )
-"""A Jinja macro that replaces the clock of chat templates and reads the time from `_now`."""
+"""Jinja macro in place of the clock of chat templates. It reads the time from `_now`."""
 
 
 def render_messages(
@@ -119,7 +119,7 @@ def render_messages(
     opens_turn: bool = True,
     template: str | None = None,
 ) -> str:
-    """Return the text that the chat template renders from messages.
+    """Render messages by the chat template.
 
     Args:
         tokenizer: the tokenizer with the chat template.
@@ -155,16 +155,14 @@ def render_messages(
 
 
 TURN = "echo-turn-7f3a91"
-"""A placeholder for the assistant's text. It separates the template's text before it from the text
-behind it.
-"""
+"""A placeholder for the assistant's text, between the template's text before and after it."""
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
     """Return the number of characters in `closing` up to the end of the first stop token.
 
-    `closing` is the text that closes a turn. The policy has sampled the stop token, so only the
-    characters after this token must be added. Return 0 if `closing` has no stop token.
+    `closing` is the text that closes a turn. The policy has sampled the stop token. So only the
+    characters after it must be added. Return 0 if `closing` has no stop token.
     """
     known = [token for token in stop_ids if token >= 0]
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in known]
@@ -176,11 +174,12 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Ite
 
 
 MARK = "\ufdd0"
-"""A character that is inserted into control tokens in messages; Unicode never assigns it."""
+"""A character, never assigned by Unicode, that is inserted into control tokens in messages."""
 
 _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
-"""Matches text in the form of a control token. Some tokenizers do not flag their control tokens as
-`special`, so the form decides, too."""
+"""Matches text in the form of a control token. The form decides, too, because some tokenizers do
+not flag their control tokens as `special`.
+"""
 
 _TEMPLATED = re.compile(
     r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*"
@@ -204,7 +203,7 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def unmarked(text: str) -> str:
-    """Return rendered text without the marks in it, for a user to read."""
+    """Return rendered text without marks, for a user to read."""
     return text.replace(MARK, "")
 
 
@@ -214,9 +213,9 @@ def unmarked(text: str) -> str:
 def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[int]:
     """Return the ids of the tokens that end a completion, sorted.
 
-    These are the tokenizer's end-of-sequence token, the ids in generation_config.json, in which
-    chat models declare their end of turn, and the control token with which the chat template ends a
-    turn. Ids outside the model's vocabulary are left out.
+    These are the tokenizer's end-of-sequence token, the ids in generation_config.json, and the
+    control token with which the chat template ends a turn. Chat models declare their end of turn in
+    generation_config.json. Ids outside the model's vocabulary are left out.
     """
     found = _declared_stop_ids(tokenizer, directory)
     if (ending := _template_stop(tokenizer, found)) is not None:
@@ -226,7 +225,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
 
 
 def describe_stops(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[str]:
-    """Return a line for the user about each unusual thing in the tokens that end a completion."""
+    """Return a line for the user about each oddity of the stop tokens."""
     declared = _declared_stop_ids(tokenizer, directory)
     ending = _template_stop(tokenizer, declared)
     lines, limit = [], _vocab_size(directory)
@@ -281,8 +280,7 @@ def _listed_stop_ids(path: Path) -> set[int]:
 def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
     """Return the id of the control token with which the chat template ends a turn.
 
-    Return None if there is no such token, or if a declared stop token behind the assistant's text
-    already ends the turn.
+    Return None if there is no such token, or if a declared stop token already ends the turn.
     """
     closing, known = _closing(tokenizer) or "", control_tokens(tokenizer)
     if _end_of_turn(tokenizer, closing, declared):
@@ -328,8 +326,8 @@ def decode(
     """Return the text of a completion before its first stop token.
 
     Other special tokens in the completion are kept. If a sampled <pad> in the middle were dropped,
-    a wrong answer could look right. For the same reason an id that is only padding of the model's
-    vocabulary, and unknown to the tokenizer, becomes the replacement character.
+    a wrong answer could look right. For the same reason, an id that the tokenizer does not know
+    becomes the replacement character. Such ids are padding of the model's vocabulary.
     """
     stops, num_known = frozenset(stop_ids), len(tokenizer)
     runs: list[list[int]] = [[]]
@@ -346,7 +344,7 @@ def decode(
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Converts text to tokens and tokens to text, for one model."""
+    """Converts text to tokens and back, for one model."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]
@@ -354,7 +352,7 @@ class TextCodec:
     chat_template_kwargs: Mapping[str, Any]
     """Arguments of the chat template."""
     vocab_size: int = 1 << 31
-    """Size of the model's vocabulary: the model has embeddings for the ids below this number."""
+    """Size of the model's vocabulary. The model has embeddings for the ids below this number."""
     now: datetime.datetime | None = None
     """The time that the chat template reads, so that a prompt does not change between two
     renderings; None for the present time."""
@@ -372,9 +370,9 @@ class TextCodec:
         the special tokens with which the tokenizer begins a text.
 
         Raises:
-            DataError: if there are messages but no template, if the template fails, if the text is
-                already rendered, if the result is empty, or if a token is outside the model's
-                vocabulary.
+            DataError: if there are messages but no template, or the template fails. Also if the
+                text is already rendered, if the result is empty, or if a token is outside the
+                model's vocabulary.
         """
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
             ids = self.encode_raw(prompt)
@@ -388,7 +386,7 @@ class TextCodec:
         return ids
 
     def encode_raw(self, text: str) -> list[int]:
-        """Return the token ids of a text that is not rendered by the chat template.
+        """Return the token ids of a text, without the chat template.
 
         Control tokens in the text are encoded as such. Tokens that the tokenizer appends to a text
         are left out, since the policy continues the text.
@@ -407,7 +405,7 @@ class TextCodec:
         return own if has_bos and ids == [own[0], *own] else ids  # the text has <bos> already
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of text that `render` has rendered.
+        """Return the token ids of a text from `render`.
 
         Control tokens with a `MARK` are encoded as text, without the mark.
 
@@ -427,8 +425,7 @@ class TextCodec:
         Control tokens in the contents of messages have a `MARK`.
 
         Raises:
-            DataError: if there is no template, if the template fails, or if an object is not a
-                message.
+            DataError: if there is no template, the template fails, or an object is not a message.
         """
         if fault := fault_of_messages(messages):
             raise DataError(f"{fault}; messages are objects with the texts `role` and `content`")
@@ -448,13 +445,14 @@ class TextCodec:
 
         The caller appends these ids to the sampled tokens of the turn, which are never encoded
         again. If `is_closed`, the turn already ends with a stop token. Otherwise a stop string has
-        ended the turn, so the reply begins with the stop token. With a chat template the reply
-        reaches from the end of the assistant's turn to the opening of the next turn. Without a chat
-        template the reply has the unchanged contents of the messages.
+        ended the turn, so the reply begins with the stop token.
+
+        With a chat template the reply reaches from the end of the assistant's turn to the opening
+        of the next turn. Without a chat template it has the unchanged contents of the messages.
 
         Raises:
-            DataError: if the template fails, if it leaves out or changes the policy's text, or if a
-                token is outside the model's vocabulary.
+            DataError: if the template fails, or if it leaves out or changes the policy's text. Also
+                if a token is outside the model's vocabulary.
         """
         if fault := fault_of_messages(messages):
             raise DataError(fault)
@@ -481,7 +479,7 @@ class TextCodec:
         return self.encode_rendered(self._with_beginning(text, messages[-1]) if is_begun else text)
 
     def control_token_in(self, text: str) -> str:
-        """Return the first control token in a text; "" if the text has none."""
+        """Return the first control token in a text, or ""."""
         found = self._control.search(text) if self._control else None
         return found[0] if found else ""
 
@@ -499,7 +497,7 @@ class TextCodec:
         prompt: str | Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[str]:
-        """Yield one line for the user on each unexpected effect of the template on a prompt."""
+        """Yield a line for the user on each oddity of a rendered prompt."""
         if self.tokenizer.chat_template is None:
             return
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -536,7 +534,7 @@ class TextCodec:
                 )
 
     def unused_arguments(self) -> list[str]:
-        """Return the names in chat_template_kwargs that do not occur in the chat template.
+        """Return the names in chat_template_kwargs that the template lacks.
 
         Raises:
             DataError: if a name is one that Echo itself passes to the template.
@@ -555,7 +553,7 @@ class TextCodec:
         ]
 
     def reads_clock(self) -> bool:
-        """Return whether the text that the chat template renders depends on the present time."""
+        """Return whether the chat template's text depends on the present time."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
     def _render(
@@ -578,14 +576,13 @@ class TextCodec:
         )
 
     def _as_given(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message in the form in which the template gets it."""
         found = message if message["role"] == "assistant" else self._mark(message)
         if self._wants_parts:
             return {**found, "content": [{"type": "text", "text": found["content"]}]}
         return found
 
     def _mark(self, value: Any) -> Any:
-        """Return `value` with a `MARK` inserted into each control token in its texts."""
+        """Return `value` with a `MARK` in each control token of its texts."""
         match value:
             case str() if self._control:
                 return self._control.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
@@ -599,7 +596,7 @@ class TextCodec:
         """Return rendered text with the beginning of the assistant's answer appended.
 
         `opened` ends with the opening of the assistant's turn. `message` holds the beginning of the
-        answer, and the policy continues it.
+        answer, which the policy continues.
 
         Raises:
             DataError: if the message has tool calls or reasoning.
@@ -620,7 +617,7 @@ class TextCodec:
 
         Raises:
             DataError: if the text is already rendered, so that the chat template would render it a
-                second time; or if there is no template and the text ends with a stop token.
+                second time. Also if there is no template and the text ends with a stop token.
         """
         if self.tokenizer.chat_template is None:
             self._refuse_ended(text)
@@ -644,11 +641,6 @@ class TextCodec:
             )
 
     def _refuse_ended(self, text: str) -> None:
-        """Refuse text that ends with a stop token.
-
-        Raises:
-            DataError: if the text ends with a stop token.
-        """
         for token in self.stop_ids:
             stop = str(self.tokenizer.decode([token]))
             if stop.strip() and text.rstrip().endswith(stop):
@@ -676,7 +668,7 @@ class TextCodec:
         return not writes(TURN) and writes([{"type": "text", "text": TURN}])
 
     def known(self, ids: Iterable[int]) -> list[int]:
-        """Return token ids as integers, after a check that the model has them.
+        """Return token ids as integers, and check that the model has them.
 
         Raises:
             DataError: if an id is outside the model's vocabulary.
@@ -707,10 +699,10 @@ def tokenizer_digests(
     *,
     chat_template: str | None = None,
 ) -> dict[str, str]:
-    """Return hashes of everything that determines tokenization; nodes compare these hashes.
+    """Return hashes of everything that determines tokenization.
 
-    JSON files are hashed by content, not by layout. The chat template that some of them contain is
-    left out and hashed separately, together with its arguments.
+    Nodes compare these hashes. JSON files are hashed by content, not by layout. The chat template
+    in some of them is hashed separately, with its arguments.
 
     Returns:
         "tokenizer", "chat_template" and "stop_ids", each as a BLAKE3 hash in hexadecimal digits.
@@ -733,7 +725,7 @@ def tokenizer_digests(
 
 
 def asset_files(directory: str | Path) -> dict[str, Path]:
-    """Return the files that a worker without a model directory needs, by name.
+    """Return the files for a worker without a model directory, by name.
 
     No file has weights or code.
 
@@ -754,17 +746,17 @@ def asset_files(directory: str | Path) -> dict[str, Path]:
 
 
 _CODE_KEYS = frozenset({"auto_map", "trust_remote_code"})
-"""Keys in a model's JSON files that ask for the model's own code to be run."""
+"""Keys in a model's JSON files that ask to run the model's own code."""
 
 
 def without_code(name: str, data: bytes) -> bytes:
-    """Return the content of a received file, without the keys that name code to run.
+    """Return a received file's content, without the keys that name code.
 
     Every model is loaded with `trust_remote_code=False`, so the keys have no effect. They are
-    removed nevertheless, so that a later mistake in loading cannot run such code.
+    removed nevertheless, to guard against later mistakes in loading.
 
     Raises:
-        DataError: if the file must be JSON by its name, and is not.
+        DataError: if the file's name demands JSON, but the file is not JSON.
     """
     if name not in (*CONFIG_FILES, "tokenizer_config.json"):
         return data

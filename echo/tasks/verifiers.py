@@ -6,9 +6,9 @@
 
 `env` is the argument of `verifiers.load_environment`: an installed environment's id, or the name of
 a module beside the configuration that has a function `load_environment`. The environment keeps its
-own loop, stop conditions, tools and rubric. Only its model is replaced: `_Policy` below is a client
+own loop, stop conditions, tools and rubric. Only its model is replaced. `_Policy` below is a client
 of verifiers whose answers come from the workers' engines. Each episode is a coroutine of the
-environment, which waits in `_Policy` for each turn of the policy.
+environment. It waits in `_Policy` for each turn of the policy.
 
 The environment may only append messages to a conversation. It must not change earlier messages,
 since their tokens are trained on. Rubrics that compare the rollouts of a group are refused, since
@@ -35,8 +35,9 @@ from echo.tasks.messages import Message
 from echo.tasks.task import Example
 
 TESTED = "verifiers 0.2.1"
-"""The release of verifiers whose interface this module uses. Release 0.3 moved the interface, and
-release 0.4 changed it."""
+"""The release of verifiers whose interface this module uses. Releases 0.3 and 0.4 have another
+interface.
+"""
 
 MODEL = "policy"
 
@@ -84,7 +85,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's own tools; without these, of the environment's tools."""
+        """Return the schemas of the row's own tools or of the environment's."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None
@@ -92,7 +93,7 @@ class VerifiersTask(Environment):
         return [_schema(tool) for tool in tools or []]
 
     def begin(self, example: Example) -> _Session:
-        """Start the environment's coroutine and wait until it asks for the policy's first turn."""
+        """Start the environment's coroutine, and wait for its first request."""
         session = _Session(self._environment, example)
         first = session.next_request()
         if first is None or _plain(first) != _as_messages(example.prompt):
@@ -104,14 +105,14 @@ class VerifiersTask(Environment):
         return session
 
     def reply(self, state: _Session, text: str) -> list[Message] | None:
-        """Pass a turn of the policy to the environment; return the messages that it appends.
+        """Pass a turn to the environment. Return the messages that it appends.
 
         Return None if the environment has ended the episode.
         """
         return state.reply(text)
 
     def outcome(self, state: _Session) -> float:
-        """Return the reward that the environment's rubric has computed for the episode."""
+        """Return the reward of the episode from the environment's rubric."""
         return state.outcome()
 
     def end(self, state: _Session) -> None:
@@ -148,7 +149,7 @@ class VerifiersTask(Environment):
 
 
 class _Session:
-    """An episode: the environment's coroutine, and its requests for turns of the policy."""
+    """An episode: the environment's coroutine, and its requests for turns."""
 
     def __init__(self, environment: Any, example: Example) -> None:
         self._environment = environment
@@ -160,7 +161,7 @@ class _Session:
         self._task = asyncio.run_coroutine_threadsafe(self._run(row), _loop())
 
     def next_request(self) -> list[Any] | None:
-        """Wait until the environment asks for a turn of the policy, and return the prompt.
+        """Wait until the environment asks for a turn. Return the prompt.
 
         Return None if the environment has ended the episode.
         """
@@ -211,7 +212,10 @@ class _Session:
         _loop().call_soon_threadsafe(turn.set_result, text)
 
     async def sample(self, prompt: list[Any]) -> str | None:
-        """Ask the policy for a turn, and return its text; None if there is no space for a turn."""
+        """Ask the policy for a turn, and return its text.
+
+        The result is None if there is no space for a turn.
+        """
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put(prompt)
         return await self._turn
@@ -228,7 +232,7 @@ class _Session:
 
 
 def _policy(session: _Session) -> Any:
-    """Return a client for verifiers that answers each request with a turn of the policy."""
+    """Return a client for verifiers whose answers are turns of the policy."""
     vf = _import_verifiers()
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
@@ -297,10 +301,7 @@ def _import_verifiers() -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop on which all environments of this process run.
-
-    The loop runs in a thread of its own.
-    """
+    """Return the event loop of all environments of this process, in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="echo-verifiers", daemon=True).start()
     return loop
@@ -322,7 +323,7 @@ def _as_messages(prompt: str | list[dict[str, Any]]) -> list[Message]:
 
 
 def _plain(messages: Any) -> list[Message]:
-    """Return messages of verifiers as dicts, without keys whose value is None."""
+    """Return messages of verifiers as dicts, without values of None."""
     dumped = [m if isinstance(m, dict) else m.model_dump() for m in messages]
     return [
         {name: value for name, value in message.items() if value is not None}

@@ -6,12 +6,12 @@
 
 A problem asks for one of the four operations on small whole numbers, in one of 32 stories with
 random names and things. The reward is 1 if the last number of the completion is the answer, else 0.
-The text before that number does not affect the reward. A completion that was cut off is rewarded in
-the same way.
+This also holds for a completion that was cut off. The text before that number does not affect the
+reward.
 
-A small pretrained model knows the operations, but it may choose the wrong one, miscalculate, or
+A small pretrained model knows the operations. But it may choose the wrong one, miscalculate, or
 continue after the answer. It learns to calculate and to stop. Prompts are split by the hash of
-their text, so held-out problems have the same stories as training problems, but never the same
+their text. So held-out problems have the same stories as training problems, but never the same
 text.
 """
 
@@ -96,16 +96,16 @@ INSTRUCTION = "Answer in one short sentence."
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 MAX_NUMBER_CHARS = 20
-"""Largest number of characters of a number that is parsed; a longer number is wrong."""
+"""Largest number of characters of a parsed number. A longer number is wrong."""
 
 
 class WordProblemTask(Task):
-    """Solve a word problem of one step; the answer is the last number of the completion."""
+    """Solve a word problem of one step. The answer is the completion's last number."""
 
     is_bounded = True
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return problem `index` of a split, drawn with a random generator seeded by both."""
+        """Return problem `index` of a split, drawn with a seed from both."""
         rng = random.Random(f"{type(self).__name__}:{split}:{index}")
         while True:
             prompt, answer = draw_problem(rng)
@@ -113,7 +113,7 @@ class WordProblemTask(Task):
                 return Example(index=index, split=split, prompt=prompt, answer=answer)
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return 1 if the last number of the completion is the answer, else 0."""
+        """Return 1 if the completion's last number is the answer, else 0."""
         return float(last_number(completion) == example.answer)
 
 
@@ -145,7 +145,7 @@ def draw_numbers(operation: str, rng: random.Random) -> tuple[int, int, int]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text; None if the text has no number.
+    """Return the last number in a text, or None.
 
     The number may have commas between its thousands.
     """

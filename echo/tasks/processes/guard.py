@@ -1,13 +1,12 @@
-"""The guard of a task's process. If the node dies, the guard ends that process and its children.
+"""The guard ends a task's process and its children if the node dies.
 
     node  ->  guard  ->  the task's process  ->  its children
 
 The guard executes no code of the task, so no timer, handler or signal mask of that code affects it.
-The guard checks every second whether the node lives. It ends the task's process when the node has
-died, or when the node sends SIGTERM to the guard. It adopts every descendant whose parent has died,
-so it also finds descendants that have left their process group. When the task's process has ended,
-the guard kills all these descendants. Then it ends with the exit code or signal of the task's
-process.
+It checks every second whether the node lives. It ends the task's process when the node has died, or
+when the node sends SIGTERM to the guard. It adopts every descendant whose parent has died, even if
+the descendant has left its process group. When the task's process has ended, the guard kills all
+these descendants. Then it ends with the exit code or signal of the task's process.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def fork_guarded(node: int, end: socket.socket) -> None:
-    """Fork this process: the child returns and runs the task, the parent becomes its guard.
+    """Fork this process. The child returns and runs the task.
 
     Args:
-        node: process id of the node, which is the parent of this process.
-        end: the task's side of the socket pair; the guard closes its copy.
+        node: process id of the node, the parent of this process.
+        end: the task's side of the socket pair. The guard closes its copy.
     """
     guard = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -56,7 +55,7 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 
 
 def _watch(node: int, task: int) -> None:
-    """Wait until the task's process ends, or end it; then exit with the same code or signal.
+    """Wait until the task's process ends, or end it. Then exit with the same code or signal.
 
     The task's process is killed if the node has died or has sent SIGTERM. When it has ended, all
     remaining children of this process are killed.
@@ -81,10 +80,10 @@ def _watch(node: int, task: int) -> None:
 
 
 def _reap(task: int, *, waits: bool) -> int | None:
-    """Return the exit status of the task's process; None while it runs.
+    """Return the exit status of the task's process, None while it runs.
 
-    The exit statuses of adopted processes are collected and dropped. If `waits`, wait until the
-    task's process has ended.
+    The exit statuses of adopted processes are dropped. If `waits`, wait for the end of the task's
+    process.
     """
     while True:
         pid, status = os.waitpid(-1, 0 if waits else os.WNOHANG)
@@ -95,7 +94,7 @@ def _reap(task: int, *, waits: bool) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill all children of this process, until none is left.
+    """Kill all children of this process.
 
     The children of a killed process become children of this process and are killed, too.
     """

@@ -1,4 +1,4 @@
-"""Task calls as messages, and the main program of the process that executes them.
+"""Task calls as messages, and the process that executes them.
 
     example(index, split)    -> Example                called in the learner's process only
     reward(example, texts)   -> list of float or None  the rewards of one answer, or of all answers
@@ -8,10 +8,10 @@
     outcome(episode)         -> float or None          the reward of the episode
     end(episode)             -> None                   releases the episode, which may be unknown
 
-Every call gets a CallAnswer: a value, or a fault. The process imports the task; it does not import
+Every call gets a CallAnswer: a value, or a fault. The process imports the task. It does not import
 rewards.py, which starts and kills processes. The two sides exchange msgpack messages over a socket
-pair. The length of each message is sent before the message, and only one call is under way at a
-time. Neither side executes what it receives.
+pair. The length of each message is sent before the message. Only one call is under way at a time.
+Neither side executes the data that it receives.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import asyncio
 
 TRANSIENT_ERRORS = (RetryCall, ConnectionError, TimeoutError)
-"""Errors of a task's code after which the same call may succeed if it is made again."""
+"""Errors of a task's code after which a second call may succeed."""
 
 _LOOP_ADVICE = (
     "; make the function `async` and await in it: all calls then share one event loop, for which a "
@@ -54,7 +54,7 @@ _LOOP_ADVICE = (
 )
 
 MAX_TRACEBACK_LENGTH = 2000
-"""Largest number of characters of a traceback that are sent; the end of the traceback is kept."""
+"""Largest number of sent characters of a traceback, from its end."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -65,7 +65,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call of a method of the task, with the values that this method needs."""
+    """A call of a method of the task, with its values."""
 
     method: Literal["example", "reward", "begin", "reply", "outcome", "end"]
     label: str = ""
@@ -92,7 +92,7 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallFault(msgspec.Struct, frozen=True):
-    """How a call failed. The fields mean the same as in `rewards.RewardError`."""
+    """How a call failed, with the fields of `rewards.RewardError`."""
 
     reason: str
     text: str
@@ -102,14 +102,14 @@ class CallFault(msgspec.Struct, frozen=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of a call: its value, or the fault with which it failed."""
+    """The result of a call: its value or its fault."""
 
     value: Any = None
     fault: CallFault | None = None
 
 
 class TaskSpec(msgspec.Struct, frozen=True):
-    """What a process needs to know to build its task."""
+    """The settings from which a process builds its task."""
 
     kind: str
     options: dict[str, Any]
@@ -136,12 +136,12 @@ class Pipe:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[Any], *, within_s: float | None = None) -> Any:
-        """Wait for the next message, which must be of type `kind`, and return the message.
+        """Wait for the next message, which must be of type `kind`.
 
         Raises:
-            TimeoutError: if no message arrives within `within_s`. OSError: if the other side is
-            closed, or sends more than MAX_MESSAGE_BYTES. msgspec.DecodeError: if the bytes are not
-            a message of type `kind`.
+            TimeoutError: if no message arrives within `within_s`.
+            OSError: if the other side is closed, or sends more than MAX_MESSAGE_BYTES.
+            msgspec.DecodeError: if the bytes are not a message of type `kind`.
         """
         give_up_at = None if within_s is None else time.monotonic() + within_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, give_up_at))
@@ -151,7 +151,7 @@ class Pipe:
 
     @property
     def is_open(self) -> bool:
-        """Whether the other side is open, or has sent bytes that this side has not read."""
+        """Whether the other side is open or has sent unread bytes."""
         try:
             self._socket.settimeout(0)
             return bool(self._socket.recv(1, socket.MSG_PEEK))
@@ -182,8 +182,8 @@ class Pipe:
 class Performer:
     """Executes the calls of a task's code, and keeps the states of the task's episodes.
 
-    The task's code may return awaitables. All of them are awaited in the same event loop, so that a
-    client, lock or queue that the code creates once works in every call.
+    The task's code may return awaitables. All of them are awaited in the same event loop. So
+    clients, locks and queues that the code creates once work in every call.
     """
 
     def __init__(self, task: Task) -> None:
@@ -193,9 +193,9 @@ class Performer:
         self._loop_lock = threading.Lock()
 
     def answer(self, call: TaskCall) -> CallAnswer:
-        """Execute a call, and return its value or the fault with which it failed.
+        """Execute a call, and return its value or its fault.
 
-        The method never raises an error: every error of the task's code becomes a fault.
+        The method never raises an error. Every error of the task's code becomes a fault.
         """
         where = f"{type(self._task).__name__}.{call}"
         try:
@@ -301,7 +301,7 @@ class Performer:
 
 
 class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller is told
-    """This process refuses a call, or a value that the task's code has returned."""
+    """The process refuses a call, or a value of the task's code."""
 
     def __init__(self, text: str, *, reason: str = "reward_error") -> None:
         super().__init__(text)
@@ -315,9 +315,8 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 def _opinion(value: object, where: str) -> float | dict[str, float] | None:
     """Return a reward as a float, or a reward in parts as floats by name.
 
-    The result is None if the task cannot score the answer.
-
-    Values that are not finite numbers are refused.
+    The result is None if the task cannot score the answer. Values that are not finite numbers are
+    refused.
     """
     if value is None:
         return None
@@ -329,7 +328,7 @@ def _opinion(value: object, where: str) -> float | dict[str, float] | None:
 
 
 def _number(value: object, where: str) -> float:
-    """Return a reward or a part of one as a float.
+    """Return a reward or a part of it as a float.
 
     Raises:
         _Refused: if it is not a finite number.
@@ -347,7 +346,7 @@ def _number(value: object, where: str) -> float:
 
 
 def _advice(value: object) -> str:
-    """Return a remedy for a value that is not a reward; "" if its type suggests none."""
+    """Return a remedy for a value that is not a reward, or ""."""
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         return ": say `return` in place of `yield`"
     if inspect.iscoroutine(value):
@@ -359,7 +358,6 @@ def _advice(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return the repr of a value, shortened if it is long."""
     try:
         return reprlib.repr(value)
     except ValueError:  # Python prints no number with this many digits
@@ -367,7 +365,7 @@ def _shown(value: object) -> str:
 
 
 def _messages(answer: str | Message | list[Message], where: str) -> list[Message]:
-    """Return an environment's reply as a list of messages; text becomes one user message."""
+    """Return an environment's reply as messages. Text becomes one user message."""
     if isinstance(answer, str):
         return [{"role": "user", "content": answer}]
     messages = [answer] if isinstance(answer, dict) else answer
@@ -383,8 +381,8 @@ def _messages(answer: str | Message | list[Message], where: str) -> list[Message
 def is_transient(error: BaseException) -> bool:
     """Return whether a call that raised this error may succeed if it is made again.
 
-    HTTP clients raise errors of their own if a connection fails, with the socket's error as the
-    cause, so all causes of the error are examined.
+    If a connection fails, HTTP clients raise errors whose cause is the socket's error. So all
+    causes of the error are examined.
     """
     while not isinstance(error, TRANSIENT_ERRORS):
         cause = error.__cause__ or error.__context__
@@ -401,12 +399,12 @@ def _is_about_loop(error: BaseException) -> bool:
 
 
 def describe_raised(error: BaseException) -> str:
-    """Describe an error that a task's code raised: the error's type, text, file and line."""
+    """Describe an error of a task's code: its type, text, file and line."""
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of an error as text, without the frames of this module."""
+    """Return an error's traceback as text, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -415,7 +413,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return " (file:line)" of the place where an error was raised; "" if it is unknown."""
+    """Return " (file:line)" of the place where an error was raised, or ""."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -430,7 +428,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def main(fd: int, node: int) -> None:
-    """Build the task, then execute calls until the node closes its side of the socket pair.
+    """Build the task, and execute calls until the node closes the socket pair.
 
     Args:
         fd: descriptor of the task's side of the socket pair.
@@ -474,7 +472,7 @@ def _limit_memory(memory_bytes: int | None) -> None:
 
 
 def _data_bytes() -> int:
-    """Return how many bytes of private writable memory this process has; 0 if unknown."""
+    """Return this process's private writable memory in bytes, 0 if unknown."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123
             found = [line for line in file if line.startswith("VmData:")]

@@ -4,7 +4,7 @@ A row has the column `prompt` (text or messages) or `messages` (a list of object
 `content`), and optionally `tools`, `answer` and `info`. All other columns keep their names. If the
 dataset has other names for these columns, `task.options.columns` gives the names.
 
-If the last message of a row is the assistant's, it is usually a supervised answer, and seldom the
+If the last message of a row is the assistant's, it is usually a supervised answer. Seldom it is the
 beginning of an answer. Echo does not guess, because training after a wrong guess would go on
 without an error. The user has to choose with `assistant_last`.
 """
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 READ_COLUMNS = ("prompt", "messages", "tools", "answer", "info")
 """The columns that have a meaning for Echo."""
 TEMPLATE_COLUMNS = ("functions", "documents", "chat_template_kwargs")
-"""Columns that other trainers pass to the chat template, and Echo does not."""
+"""Columns that other trainers pass to the chat template, but Echo does not."""
 ASSISTANT_LAST = ("", "continue", "drop")
 
 
 class RowReader:
-    """Makes examples from rows; the settings name the columns that it reads.
+    """Makes examples from rows, by the columns in the settings.
 
     Args:
         columns: the dataset's names for columns in READ_COLUMNS, where the names differ.
-        assistant_last: how to read a row whose last message is the assistant's; if empty, such a
+        assistant_last: how to read a row whose last message is the assistant's. If empty, such a
             row is refused.
 
     Raises:
@@ -64,10 +64,11 @@ class RowReader:
         self._assistant_last = assistant_last
 
     def example_of(self, row: Mapping[str, Any]) -> Example:
-        """Return the example of a row; its index is 0, its split "train", its source empty.
+        """Return the example of a row.
 
         Raises:
-            ValueError, TypeError: if a column is missing or of the wrong kind; the text names it.
+            ValueError, TypeError: if a column is missing or of the wrong kind. The message names
+                it.
         """
         prompt = self._prompt_of(row)
         info = row.get(self._names["info"])
@@ -92,7 +93,7 @@ class RowReader:
         """Return the tools that a row describes, as JSON schemas.
 
         Raises:
-            TypeError: if the column of the tools has a value that is not a list of objects.
+            TypeError: if the column of the tools is not a list of objects.
         """
         name = self._names["tools"]
         value = _parse_json(columns.get(name), "[")
@@ -103,12 +104,12 @@ class RowReader:
         return value
 
     def check_columns(self, path: str, names: Collection[str], *, is_trained_on: bool) -> None:
-        """Warn of columns that Echo ignores or uses otherwise than a user may expect.
+        """Warn of columns that Echo ignores or uses in an unexpected way.
 
         Args:
             path: the path of the dataset, for messages.
             names: the names of all columns that at least one row has.
-            is_trained_on: whether the rows are training rows; held-out rows may lack columns.
+            is_trained_on: whether the rows are training rows. Held-out rows may lack columns.
 
         Raises:
             ConfigError: if no row has a column that `task.options.columns` names.
@@ -130,10 +131,11 @@ class RowReader:
                 _log.warning("%s: the column `%s` is not given to the chat template", path, name)
 
     def _prompt_of(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """Return the prompt of a row: its `prompt`, or its `messages` if it has no `prompt`.
+        """Return a row's `prompt`, or its `messages` if it has no `prompt`.
 
         Raises:
-            ValueError, TypeError: if the prompt is missing or malformed; the text names the column.
+            ValueError, TypeError: if the prompt is missing or malformed. The message names the
+                column.
         """
         names, name = self._prompts, self._prompt_column(row)
         if name is None:
@@ -172,13 +174,12 @@ class RowReader:
         ]
 
     def _prompt_column(self, row: Mapping[str, Any]) -> str | None:
-        """Return the name of the column that has the row's prompt; None if no column has it."""
         return next((name for name in self._prompts if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """Return the messages of the prompt, and the text of the last message if it is dropped.
+        """Return the prompt's messages, and the dropped last message's text or None.
 
-        With "drop" the assistant's messages at the end are dropped. Otherwise the text is None.
+        With "drop" the assistant's messages at the end are dropped.
         """
         if self._assistant_last == "continue":
             return messages, None
@@ -198,11 +199,11 @@ class RowReader:
 
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
-"""Matches the start of a text in which Python printed messages, or of messages as cut-off JSON."""
+"""Matches the start of messages that Python printed, or of messages as cut-off JSON."""
 
 
 def _parse_json(value: Any, start: str) -> Any:
-    """Return the parsed value if `value` is text with JSON of the expected kind; otherwise `value`.
+    """Return the parsed JSON if `value` is text of the expected kind, else `value`.
 
     Args:
         value: the value of a column.

@@ -1,16 +1,16 @@
-r"""Reads rows from JSON Lines, Parquet files, saved datasets and the hub.
+"""Reads rows from JSON Lines, Parquet files, saved datasets and the hub.
 
-A dataset has one of these forms; reading it runs no code of the dataset:
+A dataset has one of these forms. Reading it runs no code of the dataset:
 
     rows.jsonl                          one JSON object per line, UTF-8 (any ending that is not
                                         below)
     rows.parquet                        needs pyarrow
-    directory/                          all .parquet, else all .jsonl files in it, by name; or what
-                                        `datasets.Dataset.save_to_disk` wrote
+    directory/                          all .parquet, else all .jsonl files in it, by name; or a
+                                        result of `datasets.Dataset.save_to_disk`
     hf://ORG/NAME/CONFIG/SPLIT          the hub's own Parquet copy of that split, downloaded once
 
-The package `datasets` is not used. It gives every column a single type, so 5 becomes 5.0 if another
-row has 5.5, and the text 2024-01-02 becomes a datetime. And its errors do not name the row.
+The package `datasets` is not used. It gives every column a single type. So 5 becomes 5.0 if another
+row has 5.5, and the text 2024-01-02 becomes a datetime. Its errors do not name the row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARQUET_REVISION = "refs/convert/parquet"
 
 NUM_BATCH_ROWS = 1024
 _FILES = "_data_files"
-"""In the state.json of a saved dataset, the key of the list of files."""
+"""Key of the list of files in the state.json of a saved dataset."""
 _READ = (
     "a dataset is JSON Lines (UTF-8, one object a line), Parquet (.parquet), a directory of such "
     "files, or what datasets.save_to_disk wrote"
@@ -66,8 +66,9 @@ class DatasetRow:
     """A row of a dataset, and the place of the row in its file."""
 
     source: str
-    """The file of the row, and the number of its line (in a table, of the row), such as
-    "train.jsonl:12". Both numbers count from 1."""
+    """The file of the row and the number of its line, such as "train.jsonl:12". In a table it is
+    the number of the row. Both count from 1.
+    """
     columns: dict[str, Any]
     """The values of the row by column, in JSON's types."""
 
@@ -77,7 +78,7 @@ Rows = Iterator[DatasetRow | DataError]
 
 
 def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
-    """Yield the rows of a dataset; for a malformed row yield an error.
+    """Yield the rows of a dataset, and an error for each malformed row.
 
     Columns of bytes and durations in tables are left out with a warning, because a lease cannot
     carry such values.
@@ -112,7 +113,7 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
 def is_local(path: str) -> bool:
     """Return whether a dataset can be read without a download.
 
-    If a download is needed, ask the hub whether the hub has the split.
+    If a download is needed, check that the hub has the split.
 
     Raises:
         DataError: if the dataset is not local, and the hub cannot be reached or has no such split.
@@ -127,7 +128,7 @@ def is_local(path: str) -> bool:
 
 
 def dataset_files(path: str) -> list[Path]:
-    """Return the files of a dataset, in the order in which they are read.
+    """Return the files of a dataset, in reading order.
 
     Raises:
         DataError: if a directory has no files of a dataset, or a download fails.
@@ -174,7 +175,7 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split that a file's name begins with (test-00000-of-00001); "" if none."""
+    """Return the split that a file's name begins with (test-00000-of-00001), or ""."""
     word = re.split(r"[-_.]", file.name.lower())[0]
     return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 
@@ -203,7 +204,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _foreign_kind(path: Path, content: bytes) -> str:
-    """Return the format of a file that is not JSON Lines, with the remedy; otherwise ""."""
+    """Return the format of a file that is not JSON Lines, with the remedy, or ""."""
     head = content[:65536].removeprefix(_BOM).lstrip()
     for start, kind in _FOREIGN.items():
         if content.startswith(start):
@@ -286,7 +287,7 @@ def _warn_of_columns(path: str, columns: Mapping[str, str]) -> None:
 
 
 def _find_unsendable(pyarrow: Any, kind: Any) -> str:
-    """Return which values of an Arrow type a lease cannot carry: "bytes", "durations" or ""."""
+    """Return which values of an Arrow type a lease cannot carry, or ""."""
     types = pyarrow.types
     if types.is_struct(kind):
         inner = (_find_unsendable(pyarrow, field.type) for field in kind)
@@ -325,8 +326,8 @@ def _batch_rows(path: Path, batches: Any, names: Sequence[str]) -> Rows:
 def _to_json(value: Any, column: str, source: str) -> Any:
     """Return a value in JSON's types, in which a lease can carry it.
 
-    Fields of objects that are null are dropped: in a typed table every object has the fields of all
-    objects in the column.
+    Null fields of objects are dropped. In a typed table every object has the fields of all objects
+    in the column.
     """
     match value:
         case float():
@@ -379,7 +380,7 @@ def _open(path: Path) -> Any:
 
 
 def _download(path: str, **options: Any) -> list[Path]:
-    """Return the files of a split on the hub; files that are not cached are downloaded."""
+    """Return the files of a split on the hub, downloaded if they are not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
