@@ -1,13 +1,12 @@
-"""Rules of alerts: rows of metrics and facts on a run go in, alerts come out.
+"""Rules that make alerts from rows of metrics and facts on a run.
 
 A condition, such as an entropy below its limit, has episodes. Each episode raises one alert when it
-begins and clears it when it ends. Two alerts of a condition are at least REPEAT_S apart: an episode
-that begins earlier raises its alert after that time, if the episode still lasts. So a value that
-moves around its limit raises few alerts. Time is an argument.
+begins and clears it when it ends. Two alerts of a condition are at least REPEAT_S apart. An episode
+that begins earlier raises its alert after that time, if it still lasts. So a value that moves
+around its limit raises few alerts. Time is an argument.
 
-Three conditions are divergences: they show that the policy has become worse or soon will. Their
-alerts name the last step before the trouble began, so that a run can go back to a checkpoint of
-that step or before.
+Three conditions are divergences: the policy has become worse or soon will. Their alerts name the
+last step before the trouble. So a run can go back to a checkpoint of that step or before.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ NUM_VALUES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertLimits:
-    """The values beyond which an alert is raised; None switches a condition off."""
+    """The values beyond which alerts are raised. None switches a condition off."""
 
     reward_drop: float | None = None
     """Fall of the mean reward of NUM_REWARDS steps below the best such mean before."""
@@ -56,7 +55,7 @@ class Alert:
     step: int
     """Number of optimizer steps done at that time."""
     text: str
-    """One line with the value and its limit; at the end of an episode it begins with "cleared"."""
+    """One line with the value and its limit. At the end of an episode it begins with "cleared"."""
     is_cleared: bool = False
     """Whether the episode has ended."""
     good_step: int | None = None
@@ -65,7 +64,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a periodic check sees of a run; None for a value that is not known."""
+    """Facts on a run for a periodic check. None for an unknown value."""
 
     step: int
     activity: str
@@ -77,13 +76,11 @@ class RunFacts:
 
 @dataclass(slots=True)
 class _Condition:
-    """The episodes of one condition."""
-
     is_active: bool = False
     raised_at: float = -math.inf
 
     def changes(self, *, is_bad: bool, now: float) -> bool:
-        """Return whether an episode begins or ends now, and store whether an episode is active."""
+        """Return whether an episode begins or ends now, and store the state."""
         if is_bad == self.is_active or (is_bad and now < self.raised_at + REPEAT_S):
             return False
         self.is_active = is_bad
@@ -98,7 +95,10 @@ class AlertRules:
     def __init__(
         self, limits: AlertLimits, *, step: int, rewards: Sequence[float] = (), now: float
     ) -> None:
-        """Start with no alerts; `rewards` are the mean rewards up to `step`, oldest first."""
+        """Start without alerts.
+
+        `rewards` are the mean rewards up to `step`, oldest first.
+        """
         self._limits = limits
         self._conditions: dict[AlertKind, _Condition] = {}
         self._stepped_at = now
@@ -117,7 +117,7 @@ class AlertRules:
         return tuple(kind for kind, each in self._conditions.items() if each.is_active)
 
     def _note_best(self, window: deque[float], reward: float, step: int) -> None:
-        """Append a step's reward to a window; store the window's mean if it is the best so far."""
+        """Append a step's reward to a window. Store the window's mean if it is the best."""
         if not math.isfinite(reward):
             return
         window.append(reward)
@@ -212,7 +212,7 @@ class AlertRules:
         )
 
     def failed(self, step: int, text: str, *, now: float) -> list[Alert]:
-        """Return the alert on NaN or infinity found in gradients or weights after step `step`."""
+        """Return the alert on NaN or infinity in gradients or weights after a step."""
         return list(self._found("nonfinite", is_bad=True, step=step, text=text, now=now))
 
     def check(self, facts: RunFacts, *, now: float) -> list[Alert]:

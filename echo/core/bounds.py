@@ -1,9 +1,9 @@
 """Bounds of messages: sizes, lengths, and ranges of values.
 
-Sender and receiver check the same numbers: the sender in `codec.encode`, the receiver in the
-decoder, before it uses a message. The ranges are wide enough for every honest node of any run. They
-exclude values with which the receiver would need too much memory or time, or compute an infinite
-result. Ranges with both ends exclude NaN and the infinities too.
+Sender and receiver check the same numbers. The sender checks in `codec.encode`, the receiver in the
+decoder, before it uses a message. The ranges are wide enough for every honest node of any run.
+Other values would cost the receiver too much memory or time, or give an infinite result. Ranges
+with both ends also exclude NaN and the infinities.
 
 The contents of a `dict[str, Any]` (settings, examples) are bounded only by the size of the message.
 """
@@ -35,7 +35,7 @@ MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 MAX_LEASES = 1 << 14
 """Leases in one message; no worker holds more."""
 MAX_RANGES = 1 << 16
-"""Ranges of chunks in one Fetch; a later Fetch requests further ranges."""
+"""Ranges of chunks in one Fetch. A later Fetch requests further ranges."""
 MAX_NODES = 1 << 10
 """Nodes in one field of a message: suspects, or the parents of a plan."""
 MAX_NAMES = 1 << 10
@@ -62,7 +62,7 @@ Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 GroupId: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 10)]
-"""Index of a lease among the leases of its group; a group is given up after some twenty leases."""
+"""Index of a lease among its group's leases. A group is given up after some twenty leases."""
 Seed: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -87,24 +87,23 @@ Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.79769
 
 
 def clamped_rate(bytes_per_s: float | None) -> float | None:
-    """Return a measured rate, limited to the range of `Rate`; None for a rate of None."""
+    """Return a measured rate within the range of `Rate`, None for None."""
     return None if bytes_per_s is None else min(max(bytes_per_s, MIN_RATE), MAX_RATE)
 
 
 # --- connections over a long link ----------------------------------------------------------------
 
 MAX_CONNECTIONS = 8
-"""Connections for the chunks of one parent; more did not increase the rate."""
+"""Connections for the chunks of one parent. More did not increase the rate."""
 ONE_CONNECTION_RTT_S = 0.045
 """Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
-"""Each such amount of round-trip time above ONE_CONNECTION_RTT_S adds one connection. A link of 100
-ms gets 6 connections, which fill 1 Gbit/s. Fewer connections do not fill such a link, and 8 make it
-drop packets.
+"""Round-trip time above ONE_CONNECTION_RTT_S that adds one connection. A link of 100 ms gets 6
+connections, which fill 1 Gbit/s. Fewer do not fill such a link, and 8 make it drop packets.
 """
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:
-    """Return how many connections to use for a link with this round-trip time, at most `most`."""
+    """Return the number of connections for this round-trip time, at most `most`."""
     more = math.ceil((rtt_s - ONE_CONNECTION_RTT_S) / RTT_PER_CONNECTION_S)
     return min(most, max(1, 1 + more))

@@ -1,7 +1,7 @@
 """The rollout buffer: accepted groups within the staleness bound, oldest first.
 
-The buffer enforces promise 1: `take` returns only groups whose oldest trainable token has staleness
-<= max_staleness at this step, and `evict` removes all other groups, each with a reason. Admission
+The buffer enforces promise 1. `take` returns only groups whose oldest trainable token has staleness
+<= max_staleness at this step. `evict` removes all other groups, each with a reason. Admission
 (`leases/grants/admission.py`) bounds the buffer to (S + 1) * B groups.
 """
 
@@ -19,12 +19,12 @@ class Evicted:
 
     group: Group
     reason: str
-    """Why the group was removed: a fault named by `find_fault`, such as "stale" or
-    "abandoned_version"."""
+    """Why the group was removed: a fault from `find_fault`, such as "stale" or "abandoned_version".
+    """
 
 
 class StalenessBuffer:
-    """The groups that wait to be trained, oldest first, within the staleness bound."""
+    """The groups that wait for training within the staleness bound, oldest first."""
 
     def __init__(
         self, *, max_staleness: int, lineages: Sequence[Lineage], trims_stale: bool = False
@@ -61,21 +61,21 @@ class StalenessBuffer:
         return group_id in self._groups
 
     def num_unspent(self, *, step: int) -> int:
-        """Return the number of groups that wait for a step or are in the step being made.
+        """Return the number of groups that wait or are in the present step.
 
-        The groups of a step that is being made were taken from the buffer at `step`. Admission adds
-        this number to the groups of the completed steps.
+        The present step's groups were taken from the buffer at `step`. Admission adds this number
+        to the groups of the completed steps.
         """
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
     def put(self, group: Group) -> None:
-        """Add a group; it must be in the ledger already, and must not be in the buffer."""
+        """Add a group that is in the ledger, but not in the buffer."""
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._groups[group.group_id] = group
 
     def evict(self, *, step: int) -> list[Evicted]:
-        """Remove and return every group that can no longer be trained at this step.
+        """Remove and return every group that cannot be trained at this step.
 
         If `trims_stale` is set and only the first tokens of continued rollouts are stale, these
         tokens are masked and the group stays.
@@ -94,7 +94,7 @@ class StalenessBuffer:
         return evicted
 
     def _trim(self, group: Group, step: int) -> bool:
-        """Mask the stale tokens of a group; return whether the group can still be trained."""
+        """Mask a group's stale tokens. Return whether the group can still be trained."""
         trimmed = trim_stale(group, step=step, max_staleness=self.max_staleness)
         if not self.trims_stale or trimmed is None:
             return False
@@ -111,7 +111,7 @@ class StalenessBuffer:
 
         Args:
             num_groups: the number of groups per step, B.
-            step: the learner's completed optimizer steps, without the step to be made.
+            step: the learner's completed optimizer steps, without the next one.
 
         Raises:
             ValueError: if one of these groups cannot be trained at this step.
@@ -138,7 +138,7 @@ class StalenessBuffer:
         """Undo the last `take` after its step failed.
 
         Args:
-            groups: the groups to put back; the caller has left out those that must not be trained.
+            groups: the groups to put back, without groups that must not be trained.
             num_taken: the number of groups that `take` returned.
         """
         self._num_taken -= num_taken

@@ -1,10 +1,10 @@
-"""Chains of a rollout: the sequences of tokens that were sampled one after the other.
+"""Chains of a rollout: sequences of tokens sampled one after the other.
 
-Most rollouts are one chain: each token follows the one before it. An agent that rewrites its
-history, or makes calls in parallel, samples in several chains. The tokens of all chains form a
-tree. A rollout stores this tree as a list of pieces: within a piece each token follows the one
-before it, and the first token of a piece may follow any earlier token. So chains share the tokens
-of their common beginning, and each sampled token is stored once.
+Most rollouts are one chain, in which each token follows the token before it. An agent that rewrites
+its history, or makes calls in parallel, samples in several chains. The tokens of all chains form a
+tree. A rollout stores this tree as a list of pieces. Within a piece each token follows the token
+before it. The first token of a piece may follow any earlier token. So chains share the tokens of
+their common beginning, and each sampled token is stored once.
 
 A place is a token's number in the completion. The prompt's tokens have negative places: -1 is its
 last token, -P its first. A token that follows the place -P - 1 has no token before it.
@@ -22,16 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 Branches: TypeAlias = npt.NDArray[np.int32]
-"""[K, 2] (start, after): the place where a piece starts, and the place of the token that the piece
-follows, in the order of the starts. The first piece starts at 0, follows the prompt, and is not
-listed."""
+"""[K, 2] (start, after), in the order of starts: the place where a piece starts, and the place of
+the token that it follows. The first piece starts at 0, follows the prompt, and is not listed.
+"""
 
 Run = tuple[int, int]
 """Consecutive tokens: the place of the first token, and the place after the last token."""
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a completion: each token after the first follows the one before it."""
+    """Consecutive tokens of a completion, each after the token before it."""
 
     start: int
     end: int
@@ -46,7 +46,7 @@ def no_branches() -> Branches:
 
 
 def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
-    """Return what is wrong with the branches of a completion of T tokens; None if they are valid.
+    """Return what is wrong with the branches of a completion, or None.
 
     A branch may follow a token of the prompt. The length of the prompt is not checked.
     """
@@ -66,7 +66,7 @@ def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
 
 
 def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Return for each completion token the place of the token that it follows, [T]."""
+    """Return the place of the token before each completion token, [T]."""
     before = np.arange(-1, num_tokens - 1)
     before[branches[:, 0]] = branches[:, 1]
     return before
@@ -87,11 +87,11 @@ class Tree:
 
     @classmethod
     def of(cls, rollout: HasBranches, *, num_prompt: int) -> Self:
-        """Return the tree of a rollout's completion after a prompt of `num_prompt` tokens."""
+        """Return the tree of a rollout after a prompt of `num_prompt` tokens."""
         return cls(rollout.branches, num_tokens=rollout.num_tokens, num_prompt=num_prompt)
 
     def __init__(self, branches: Branches, *, num_tokens: int, num_prompt: int) -> None:
-        """Divide a completion of `num_tokens` after a prompt of `num_prompt` tokens into pieces."""
+        """Divide a completion of `num_tokens` tokens into pieces."""
         starts = [0, *branches[:, 0].tolist()]
         ends = [*starts[1:], num_tokens]
         afters = [-1, *branches[:, 1].tolist()]
@@ -101,11 +101,11 @@ class Tree:
         self._followed = {piece.after for piece in self.pieces}
 
     def is_continued(self, piece: Piece) -> bool:
-        """Return whether another piece follows the last token of this piece."""
+        """Return whether another piece follows this piece's last token."""
         return piece.end - 1 in self._followed
 
     def way_to(self, piece: Piece) -> list[Run]:
-        """Return the tokens that come before a piece, as runs, from the prompt to the piece.
+        """Return the tokens before a piece as runs, from the prompt on.
 
         A run lies within the prompt or within one piece.
         """
@@ -120,7 +120,7 @@ class Tree:
 
     @property
     def chains(self) -> list[list[Run]]:
-        """All chains. Each chain is a list of runs, which begins with the prompt's tokens.
+        """All chains, each as a list of runs that begins with the prompt.
 
         A chain ends with a piece that no other piece continues.
         """

@@ -30,11 +30,11 @@ class EchoError(Exception):
 
 
 class ConfigError(EchoError):
-    """A configuration is wrong; the message lists every problem found, with remedies."""
+    """A configuration is wrong. The message lists all problems, with remedies."""
 
 
 class DataError(EchoError):
-    """A dataset row, a file or a model directory cannot be used; the message names it."""
+    """A dataset row, a file or a model directory cannot be used."""
 
 
 class ProtocolError(EchoError):
@@ -46,7 +46,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """A peer broke the protocol's rules: it is counted and refused, never fatal."""
+    """A peer broke the protocol's rules. This is counted and refused, never fatal."""
 
 
 class ForgedError(RemoteProtocolError):
@@ -66,7 +66,7 @@ class RefusedError(EchoError):
 
 
 class PlanError(EchoError):
-    """No plan satisfies the constraints; the message lists the reasons."""
+    """No plan satisfies the constraints. The message lists the reasons."""
 
 
 class EngineError(EchoError):
@@ -74,24 +74,24 @@ class EngineError(EchoError):
 
 
 class RankError(EchoError):
-    """One of the processes that train a model together failed, so none of them can go on."""
+    """A process of a sharded training failed, so the others cannot go on."""
 
 
 class DivergedError(EchoError):
-    """The policy has diverged, and the user has asked that training then ends."""
+    """The policy has diverged, and training ends as the user wished."""
 
     def __init__(self, text: str, *, good_step: int) -> None:
-        """Store the message, and the last step before the trouble began."""
+        """Store the message, and the last step before the trouble."""
         super().__init__(text)
         self.good_step = good_step
 
 
 class RolledBackError(EchoError):
-    """The learner has to start again with --resume, from a checkpoint before a divergence."""
+    """The learner has to resume from a checkpoint before a divergence."""
 
 
 def in_one(what: str, problems: Iterable[str]) -> str:
-    """Return an error message that lists the problems of `what`, each problem once."""
+    """Return an error message that lists the problems of `what`, each once."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]
@@ -99,5 +99,5 @@ def in_one(what: str, problems: Iterable[str]) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to a word; None if no candidate is similar."""
+    """Return the candidate that is most similar to a word, if any is similar."""
     return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)

@@ -28,7 +28,7 @@ STAMP = ".echo-setup"
 
 
 def version() -> str:
-    """Return Echo's name and version, even if another package called echo is installed."""
+    """Return Echo's name and version, even beside another package called echo."""
     # In a checkout echo/__init__.py is ours, and newer than the metadata of an earlier
     # installation. Among installed packages, another package called echo may have overwritten it.
     if not (CHECKOUT / "pyproject.toml").exists():
@@ -40,7 +40,7 @@ def version() -> str:
 
 
 def program(name: str) -> str:
-    """Return the path of a program of Echo, relative to the working directory if possible."""
+    """Return the path of a program of Echo, relative if possible."""
     own, near = CHECKOUT / "bin" / name, Path("bin") / name
     if not own.exists():
         return name
@@ -50,7 +50,7 @@ def program(name: str) -> str:
 def command(name: str, *, elsewhere: bool = False) -> str:
     """Return the command line that runs a command of Echo.
 
-    In a checkout this is `bin/echo-node`; with an installed package it is `echo-rl node`.
+    In a checkout this is `bin/echo-node`. With an installed package it is `echo-rl node`.
 
     Args:
         name: the command.
@@ -78,7 +78,7 @@ def models_directory() -> Path:
 
 
 def find_config(name: str) -> Path:
-    """Return the path of an example configuration: in ./configs, or else in the package.
+    """Return the path of an example configuration, from ./configs or the package.
 
     Raises:
         ConfigError: if this installation does not include the configuration.
@@ -90,7 +90,7 @@ def find_config(name: str) -> Path:
 
 
 def find_lock() -> Path:
-    """Return the file with the versions of all packages with which this release was tested.
+    """Return the file with the tested versions of all packages.
 
     Raises:
         ConfigError: if this installation does not include the file.
@@ -102,7 +102,7 @@ def find_lock() -> Path:
 
 
 def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
-    """Import a module that an extra of this distribution installs.
+    """Import a module that one of Echo's extras installs.
 
     Args:
         module: the module's dotted name.
@@ -110,7 +110,7 @@ def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
         wanted_by: the setting or output that needs the module, for the error message.
 
     Raises:
-        ConfigError: if the module is missing or cannot be imported; the text has the cause and the
+        ConfigError: if the module is missing or cannot be imported. The message has cause and
             remedy.
     """
     try:
@@ -147,8 +147,8 @@ def _is_installed(requirement: str) -> bool:
 def _requirements(extra: str) -> set[str]:
     """Return the requirements that Echo's metadata lists for an extra.
 
-    Requirements of the extras that this extra includes are listed, too. "relay" is not an extra: a
-    relay needs only the requirements of every installation.
+    Requirements of the extras that this extra includes are listed, too. "relay" is not an extra,
+    since a relay needs only the requirements of every installation.
     """
     try:
         lines = metadata.requires(DISTRIBUTION) or []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Counters:
-    """Counters by name, which only increase; a name exists after its first `add`."""
+    """Counters by name. They only increase, and exist after their first `add`."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -29,7 +29,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """What a worker knows about itself, for its status line."""
+    """A worker's facts for its status line."""
 
     version: str
     """Installed policy version, as text."""

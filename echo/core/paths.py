@@ -10,5 +10,8 @@ MAX_FILE_NAME_BYTES = 255
 
 
 def local_path(name: str | Path) -> Path:
-    """Return a path with `~` and `~user` expanded; `~user` is kept if the user is unknown."""
+    """Return a path with `~` and `~user` expanded.
+
+    `~user` is kept if the user is unknown.
+    """
     return Path(os.path.expanduser(name))  # noqa: PTH111 -- pathlib's raises there

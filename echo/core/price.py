@@ -1,4 +1,4 @@
-"""The price of a node's machine, which the node states when it joins."""
+"""The price of a machine, which its node states when it joins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echo.core.bounds import Money
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """The price of a machine; by default no price is stated."""
+    """The price of a machine. By default no price is stated."""
 
     per_h: Money | None = None
     """$ per hour from joining until the machine is given back; None if it is not stated."""
@@ -18,7 +18,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     """Expected number of times per hour that a spot machine like this one is taken away."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside the allowed range, since prices come from peers."""
+        """Refuse prices outside the allowed range, since they come from peers."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1e9:

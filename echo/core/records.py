@@ -1,7 +1,7 @@
 """The ledger records that the lease scheduler makes.
 
 The scheduler has no access to files, so its records are defined here. `echo/records/ledger.py`
-defines the other records and writes all of them.
+defines the other records, and writes all records.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Record(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True)
     """An event of the run, as the ledger stores it."""
 
     at: float = 0.0
-    """Unix time of the event in seconds; if it is 0, `append` sets it."""
+    """Unix time of the event in seconds. If it is 0, `append` sets it."""
 
 
 class Granted(Record, tag="granted"):
@@ -27,12 +27,11 @@ class Granted(Record, tag="granted"):
     version: PolicyVersion | None = None
     """The version that the worker had installed when the lease was granted."""
     copy_of: int | None = None
-    """The number of the attempt that this lease repeats on a faster worker; None if it repeats
-    none."""
+    """The number of the attempt that this lease repeats on a faster worker, or None."""
 
 
 class Cancelled(Record, tag="cancelled"):
-    """A lease was ended because another attempt at its group was accepted first."""
+    """A lease was ended, since another attempt at its group was accepted first."""
 
     group: int
     attempt: int
@@ -42,7 +41,7 @@ class Cancelled(Record, tag="cancelled"):
 
 
 class Refused(Record, tag="refused"):
-    """The result of a lease was refused; its group is granted again."""
+    """The result of a lease was refused. Its group is granted again."""
 
     group: int
     attempt: int
@@ -51,7 +50,7 @@ class Refused(Record, tag="refused"):
 
 
 class Discarded(Record, tag="discarded"):
-    """A group ended without being trained, and will not be granted again."""
+    """A group ended untrained, and will not be granted again."""
 
     group: int
     reason: str

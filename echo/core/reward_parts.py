@@ -1,9 +1,9 @@
 """Rewards that consist of named parts.
 
 A task may return the parts of a reward, such as {"correct": 1.0, "format": 0.2}, in place of a
-number. The policy is trained on their sum; the parts are only shown. On its way from the task to
-the rollout the reward is a `PartedReward`: a number with an attribute that holds the parts. A
-`Rollout` has a field for the reward and a field for the parts.
+number. The policy is trained on their sum. The parts are only shown. Between task and rollout, the
+reward is a `PartedReward`: a number with an attribute for the parts. A `Rollout` has a field for
+the reward and a field for the parts.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ MAX_PARTS = 32
 """The largest number of parts of a reward."""
 
 _NAME = r"[A-Za-z0-9_.-]{1,64}"
-"""A pattern for the name of a part, since a metric's name contains the name of the part."""
+"""Pattern for the name of a part, which becomes a part of a metric's name."""
 
 PartName = Annotated[str, msgspec.Meta(max_length=64)]
-"""A name on the wire; `find_name_fault` checks its characters."""
+"""A name on the wire. `find_name_fault` checks its characters."""
 
 
 class PartedReward(float):
-    """A reward that is the sum of its parts, and has the parts as an attribute."""
+    """A reward that is the sum of its parts, which are an attribute."""
 
     parts: Mapping[str, float]
 
     def __new__(cls, parts: Mapping[str, float]) -> PartedReward:
-        """Return the sum of the parts, as a number with the attribute `parts`."""
+        """Return the sum of the parts, with the attribute `parts`."""
         made = super().__new__(cls, math.fsum(parts.values()))
         made.parts = dict(parts)
         return made
 
 
 def parts_of(reward: float) -> Mapping[str, float]:
-    """Return the parts of a reward; none if it is a plain number."""
+    """Return the parts of a reward, empty for a plain number."""
     return reward.parts if isinstance(reward, PartedReward) else {}
 
 
 def find_name_fault(names: Iterable[object]) -> str:
-    """Return what is wrong with the names of a reward's parts; "" if they are valid."""
+    """Return what is wrong with the names of a reward's parts, or ""."""
     names = list(names)
     if not 0 < len(names) <= MAX_PARTS:
         return f"a reward has 1 to {MAX_PARTS} parts, not {len(names)}"
@@ -54,7 +54,7 @@ def find_name_fault(names: Iterable[object]) -> str:
 
 
 def part_means(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each part over the rewards that have this part.
+    """Return the mean of each part over the rewards that have it.
 
     If there are more than MAX_PARTS names, the first MAX_PARTS in alphabetical order are used.
     """

@@ -20,11 +20,11 @@ from echo.core.reward_parts import PartedReward
 from echo.core.token_sets import TokenSets, join_sets
 
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-"""A non-negative int32; each token has its version as two int32."""
+"""A non-negative int32. Each token has its version as two int32."""
 
 KEEP_VERSIONS = 2
-"""Number of whole versions that a node keeps: the version in use and the previous version. Children
-may still be fetching the previous version, and it is the base of deltas.
+"""Number of whole versions that a node keeps: the version in use and the previous version. The
+previous version is the base of deltas, and children may still fetch it.
 """
 
 MAX_UNACKED_GROUPS = 64
@@ -34,32 +34,32 @@ sampling. The groups take little memory (2 MB each at 16 rollouts of 8192 tokens
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The name of a set of weights: a lineage of the learner, and a step in that lineage.
+    """The name of a set of weights: a lineage of the learner, and a step in it.
 
-    Versions are ordered by lineage first: every version of a newer lineage supersedes all versions
+    Versions are ordered by lineage first. Every version of a newer lineage supersedes all versions
     of older lineages.
     """
 
     lineage: Int32
     """Number of the learner's lineage: 1 for a new run, plus 1 at each resume."""
     step: Int32
-    """Optimizer steps made to reach these weights; the initial weights have step 0."""
+    """Optimizer steps made to reach these weights. The initial weights have step 0."""
 
     def __str__(self) -> str:
         return f"v{self.step}" if self.lineage == 1 else f"v{self.step}/L{self.lineage}"
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """An uninterrupted history of the learner, which branches off the previous lineage."""
+    """An uninterrupted history of the learner, branched off the previous one."""
 
     lineage: Int32
     fork_step: Int32
-    """Last step of the previous lineage that belongs to this lineage, too; 0 for the first lineage.
+    """Last step of the previous lineage that also belongs to this lineage; 0 for the first lineage.
     """
 
 
 def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
-    """Return whether a version belongs to the history that ends in the last of `lineages`.
+    """Return whether a version belongs to the history of the last lineage.
 
     A version exists if its step is not before its lineage's fork. A version survives if no later
     lineage forked before its step.
@@ -75,7 +75,7 @@ def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """Completion tokens, each with log-probability, version and mask; empty by default."""
+    """Completion tokens with log-probabilities, versions and masks."""
 
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[T] sampled ids, the stop token included."""
@@ -101,7 +101,7 @@ class Tokens:
 
 
 NO_OPINION = math.nan
-"""The reward of a rollout that the task cannot score; `scored_part` leaves such rollouts out."""
+"""The reward of a rollout that the task cannot score. `scored_part` leaves such rollouts out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,7 +160,7 @@ class Rollout(Tokens):
 
 
 def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
-    """Return the distinct versions in an array of shape [T, 2], oldest first."""
+    """Return the distinct versions in an array [T, 2], oldest first."""
     packed = rows.astype(np.int64)
     found: list[int] = np.unique(packed[:, 0] << 32 | packed[:, 1]).tolist()
     return [PolicyVersion(each >> 32, each & 0xFFFFFFFF) for each in found]
@@ -168,10 +168,10 @@ def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one prompt, which are granted, delivered and admitted together."""
+    """The rollouts of one prompt, granted, delivered and admitted together."""
 
     group_id: int
-    """Serial number of the group in the run; if a prompt is drawn twice, it has two groups."""
+    """Serial number of the group in the run. A prompt that is drawn twice has two groups."""
     attempt: int
     """Number of the lease that produced the group, from 0."""
     worker_id: str
@@ -213,7 +213,7 @@ class Group:
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
-        """The version that determines the group's staleness; None if no token is trainable."""
+        """The version that determines the group's staleness, None without trainable tokens."""
         return self.versions[0] if self.versions else None
 
     @property
@@ -236,8 +236,8 @@ def scored_part(group: Group) -> Group | None:
     """Return a group without the rollouts that the task cannot score.
 
     Returns:
-        The group; None if rollouts were left out and fewer than two remain, because the advantage
-            compares the rewards of several rollouts.
+        The group. None if rollouts were left out and fewer than two remain, because an advantage
+        compares several rewards.
     """
     scored = tuple(rollout for rollout in group.rollouts if not math.isnan(rollout.reward))
     if len(scored) == len(group.rollouts):
@@ -248,8 +248,7 @@ def scored_part(group: Group) -> Group | None:
 def staleness_of(group: Group, *, step: int) -> int:
     """Return the staleness of a group at a step of the learner.
 
-    The staleness is `step` minus the step of the version that sampled the group's oldest trainable
-    token.
+    The staleness is `step` minus the step of the version that sampled the oldest trainable token.
 
     Raises:
         ValueError: if the group has no trainable token.
@@ -261,13 +260,13 @@ def staleness_of(group: Group, *, step: int) -> int:
 
 
 def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
-    """Return a copy of a group in which tokens beyond the staleness bound are masked.
+    """Return a copy of a group with tokens beyond the staleness bound masked.
 
     Continued rollouts may have such tokens.
 
     Returns:
         The copy. None if no token is beyond the bound. Also None if a rollout would lose all its
-            trainable tokens, because the group would then lack a rollout.
+        trainable tokens.
     """
     rollouts = []
     for rollout in group.rollouts:
@@ -284,7 +283,7 @@ def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
 def find_fault(
     group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
 ) -> str | None:
-    """Return the reason why a group must not be trained at a step; None if it may be trained."""
+    """Return why a group must not be trained at a step, or None."""
     versions = group.versions
     if not versions:
         return "no_trainable_token"
@@ -298,7 +297,7 @@ def find_fault(
 
 
 MAX_LOGPROB = 1e-3
-"""Largest valid log-probability; slightly positive values come from rounding."""
+"""Largest valid log-probability. Slightly positive values come from rounding."""
 
 
 StaleTokens = Literal["keep", "mask", "drop"]
@@ -316,9 +315,9 @@ class PartialRollout(Tokens):
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """The distinct versions that sampled the answer's tokens, masked ones included.
+        """The distinct versions of the answer's tokens, oldest first.
 
-        The versions are ordered from the oldest to the newest.
+        Masked tokens count, too.
         """
         return _distinct(self.policy_versions)
 
@@ -357,12 +356,12 @@ class PartialRollout(Tokens):
     def reset(self) -> PartialRollout:
         """Return a copy of the answer without its tokens.
 
-        The number of segments is kept, so that the next segment is sampled with a new seed.
+        The number of segments is kept, so that the next segment has a new seed.
         """
         return PartialRollout(num_segments=self.num_segments)
 
     def without(self, is_stale: npt.NDArray[np.bool_]) -> PartialRollout:
-        """Return a copy of the answer in which the tokens marked as stale are masked."""
+        """Return a copy of the answer with stale tokens masked."""
         if not (self.completion_mask & is_stale).any():
             return self
         return replace(self, completion_mask=self.completion_mask & ~is_stale)

@@ -25,7 +25,7 @@ class TextSample:
 MAX_SAMPLES = 16
 """Largest number of samples of one step or evaluation."""
 COLUMNS = ("kind", "reward", "source", "prompt", "completion")
-"""Columns of a table of samples, in order; each is a field of TextSample."""
+"""Columns of a table of samples, in order. Each is a field of TextSample."""
 
 
 def table_of(samples: Sequence[TextSample]) -> list[list[str | float]]:

@@ -1,11 +1,11 @@
-"""Scores of a policy on held-out prompts: means and pass@k, each with a confidence interval.
+"""Scores of a policy on held-out prompts, with confidence intervals.
 
 K answers are sampled for each of P prompts. Answers to one prompt resemble each other, so each
 prompt counts as one observation in means and standard errors.
 
     mean (avg@K)   mean over prompts of the mean reward of a prompt's answers
-    pass@k         mean over prompts of the probability that at least one of k answers is right, if
-                   k of the prompt's n answers, c of them right, are drawn:
+    pass@k         mean over prompts of the probability that at least one of k drawn answers is
+                   right. Of a prompt's n answers, c are right:
                    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374)
 
 All intervals are 95 % confidence intervals. If all values lie in [0, 1], as pass rates do, the
@@ -30,12 +30,12 @@ class Estimate:
 
     mean: float
     low: float
-    """Lower end of the interval; both ends are NaN if one prompt is too few for an interval."""
+    """Lower end of the interval. Both ends are NaN if one prompt is too few for an interval."""
     high: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate from one value for each prompt; NaN if there are no values."""
+        """Return the estimate from one value for each prompt, NaN without values."""
         number = len(values)
         if not number:
             return cls(math.nan, math.nan, math.nan)
@@ -63,7 +63,7 @@ class PromptScores:
     """The rewards of K answers to each of P prompts."""
 
     by_prompt: tuple[tuple[float, ...], ...]
-    """The rewards of each prompt's answers; answers that the task could not score are left out."""
+    """The rewards of each prompt's answers, without answers that the task could not score."""
     num_samples: int
     """K, the number of answers that were sampled for each prompt."""
 
@@ -74,7 +74,7 @@ class PromptScores:
 
     @property
     def is_rate(self) -> bool:
-        """Whether every reward is 0 or 1, so that a reward of 1 is a right answer."""
+        """Whether every reward is 0 or 1, and 1 is a right answer."""
         return all(reward in (0.0, 1.0) for reward in self.rewards)
 
     @property
@@ -83,7 +83,10 @@ class PromptScores:
         return Estimate.of([math.fsum(each) / len(each) for each in self.by_prompt if each])
 
     def pass_at(self, k: int) -> Estimate:
-        """Return pass@k over prompts with at least k scored answers; rewards must be 0 or 1."""
+        """Return pass@k over prompts with at least k scored answers.
+
+        Rewards must be 0 or 1.
+        """
         return Estimate.of(
             [
                 1.0 - math.comb(len(each) - round(sum(each)), k) / math.comb(len(each), k)
@@ -94,6 +97,6 @@ class PromptScores:
 
     @property
     def ks(self) -> list[int]:
-        """The values of k for which pass@k is shown: the powers of two up to K, and K itself."""
+        """The values of k to show pass@k for: the powers of two up to K, and K."""
         powers = {1 << n for n in range(self.num_samples.bit_length())}
         return sorted({*powers, self.num_samples})

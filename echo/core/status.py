@@ -1,8 +1,8 @@
-"""The status of a run: one tree of plain values, which every view of a run shows.
+"""The status of a run, as one tree of plain values for all views.
 
 Only the learner makes a status, from the state of its parts (`runtime/learner/report.py`). The live
-view draws the status, viewers receive it as JSON, and `status.json` in the run's directory has the
-last status. JSON has no NaN and no infinity, so a value that is not finite becomes None in a
+view draws the status, and viewers receive it as JSON. `status.json` in the run's directory has the
+last status. JSON has no NaN and no infinity. So a value that is not finite becomes None in a
 status, and is left out of a history.
 """
 
@@ -18,17 +18,19 @@ import msgspec
 from echo.core.errors import DataError
 
 MAX_POINTS = 512
-"""Largest number of points of a curve in a status. A screen cannot show more points, and this many
-points take only a few kB.
+"""Largest number of points of a curve in a status. A screen cannot show more, and they take only a
+few kB.
 """
 
 RunState = Literal["running", "paused", "finished", "stopped"]
-"""A run is stopped if its learner has ended before the last step, by a crash or on request."""
+"""The state of a run. "stopped" means that the learner ended before the last step, by a crash or on
+request.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """What the learner knows about a node."""
+    """The learner's facts about a node."""
 
     node_id: str
     role: str
@@ -89,7 +91,7 @@ class LinkStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionStatus:
-    """A version of the weights, and how far it has travelled."""
+    """A version of the weights, and the progress of its transfer."""
 
     version: str
     done: float
@@ -139,7 +141,7 @@ class SpeedStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStatus:
-    """The values of an optimizer step that views show, from the step's row of metrics."""
+    """The values of an optimizer step for views, from its row of metrics."""
 
     step: int
     """Number of the step, from 1."""
@@ -180,8 +182,9 @@ class RunStatus:
     waiting_for: str = ""
     """The reason why the learner waits; empty while it does not wait."""
     explanation: str = ""
-    """Why the learner waited long in the last steps or why workers have no groups, and which
-    setting would help; empty if nothing stalls."""
+    """Why the learner waited long in the last steps or why workers have no groups, and the setting
+    that would help; empty if nothing stalls.
+    """
     eta_s: float | None = None
     """Estimated seconds until the last step; None before two steps were timed."""
     nodes: tuple[NodeStatus, ...] = ()
@@ -230,7 +233,9 @@ class RunStatus:
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str) -> RunStatus:
-        """Return the status from the JSON of `to_json`; error messages call the JSON `source`.
+        """Return the status from the JSON of `to_json`.
+
+        Error messages call the JSON `source`.
 
         Raises:
             DataError: if the data is no status, or a status of another release.
@@ -250,9 +255,10 @@ def finite(value: float | None) -> float | None:
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return at most MAX_POINTS + 1 points of a curve, each the mean of equally many points.
+    """Return at most MAX_POINTS + 1 points of a curve.
 
-    The last point is kept as it is. Points whose value is not finite are left out.
+    Each is the mean of equally many points. The last point is kept as it is. Points whose value is
+    not finite are left out.
     """
     known = [(x, y) for x, y in points if math.isfinite(y)]
     size = -(-len(known) // MAX_POINTS)

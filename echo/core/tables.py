@@ -1,6 +1,6 @@
 """Tables of states: for each state and each kind of event, a move.
 
-A table has an entry for every pair of state and event: the event changes the state, is ignored, or
+A table has an entry for every pair of state and event. The event changes the state, is ignored, or
 is impossible. If an impossible event occurs, this node has a bug.
 """
 

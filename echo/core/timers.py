@@ -1,12 +1,12 @@
 """Deadlines, pacing and bounded maps for thousands of nodes.
 
-* `Paced`: limits how often the learner does work that concerns all nodes, such as granting leases
+* `Paced` limits how often the learner does work that concerns all nodes, such as granting leases
   and planning links. Nearly every message requests such work. In a small fleet the work is done
-  at once. In a large fleet the interval between two runs grows with the number of nodes, so that
-  the cost per second stays constant.
-* `Deadlines`: finds the earliest of many moving deadlines without a search through all of them.
-* `OncePerMinute`: rate-limited log lines about misbehaving peers.
-* `earliest`: returns the earliest of a few instants. Roles call it after every message.
+  at once. In a large fleet the interval between two runs grows with the number of nodes. So the
+  cost per second stays constant.
+* `Deadlines` finds the earliest of many moving deadlines without a search through all of them.
+* `OncePerMinute` limits the rate of log lines about misbehaving peers.
+* `earliest` returns the earliest of a few instants. Roles call it after every message.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Value = TypeVar("Value")
 
 
 class RecentMap(Generic[RecentKey, Value]):
-    """A map that keeps the `max_entries` entries that were written last.
+    """A map that keeps the last `max_entries` entries.
 
-    Such a map stays bounded even if messages of peers add its entries.
+    It stays bounded even if peers' messages add entries.
     """
 
     def __init__(self, *, max_entries: int) -> None:
-        """Start with an empty map that holds at most `max_entries` entries."""
+        """Start with an empty map of at most `max_entries` entries."""
         self.max_entries = max_entries
         self._entries: dict[RecentKey, Value] = {}
 
@@ -67,14 +67,15 @@ MANY_NODES = 64
 
 MINUTE_S = 60.0
 MAX_LINES = 100
-"""Lines per minute about all peers together; a limit per peer is not enough, since a peer can
-invent names."""
+"""Lines per minute about all peers together. A limit per peer is not enough, since a peer can
+invent names.
+"""
 
 Key = TypeVar("Key")
 
 
 def earliest(*instants: float | None) -> float | None:
-    """Return the earliest instant that is not None; None if all instants are None."""
+    """Return the earliest instant that is not None, if any."""
     first = None
     for at in instants:
         if at is not None and (first is None or at < first):
@@ -98,7 +99,10 @@ class Paced:
         """The time of the next run; None if none is requested."""
 
     def may(self, num_nodes: int, *, now: float) -> bool:
-        """Return whether the work may run now; if not, set `deadline` to the time when it may."""
+        """Return whether the work may run now.
+
+        If not, set `deadline` to the time when it may.
+        """
         pause_s = self._node_s * num_nodes if num_nodes > MANY_NODES else 0.0
         if now >= self._done_at + pause_s:
             self._done_at, self.deadline = now, None
@@ -107,20 +111,19 @@ class Paced:
         return False
 
     def want(self, *, now: float) -> None:
-        """Request a run of the work; a request that is pending keeps its deadline."""
+        """Request a run of the work. A pending request keeps its deadline."""
         if self.deadline is None:
             self.deadline = now
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether a run was requested and its deadline has been reached."""
+        """Return whether a requested run has reached its deadline."""
         return self.deadline is not None and now >= self.deadline
 
 
 class OncePerMinute:
-    """Limits log lines about peers: one per minute for each peer and reason, MAX_LINES in all.
+    """Limits log lines per minute: one for each peer and reason, MAX_LINES in all.
 
-    Omitted lines are counted; the next line for the same peer and reason says how many were
-    omitted.
+    Omitted lines are counted. The next line for the same peer and reason contains their number.
     """
 
     def __init__(self) -> None:
@@ -132,7 +135,7 @@ class OncePerMinute:
         self._num_lines = 0
 
     def line(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
-        """Return the line to log about a peer, or None if the line must be omitted."""
+        """Return the line to log about a peer, or None to omit it."""
         logged_at, num_left_out = self._logged.get((peer, reason)) or (-math.inf, 0)
         if now >= self._minute_at + MINUTE_S:
             self._minute_at, self._num_lines = now, 0
@@ -148,28 +151,27 @@ Item = TypeVar("Item", contravariant=True)
 
 
 class DeadlineOwner(Protocol[Item]):
-    """The object that knows the current deadlines of items in a `Deadlines`."""
+    """The object with the current deadlines of items in a `Deadlines`."""
 
     def deadline_of(self, item: Item) -> float | None:
-        """Return the current deadline of an item; None if the item has ended."""
+        """Return the current deadline of an item, None if it has ended."""
 
 
 class Deadlines(Generic[Key]):
     """Items whose deadlines may move to later instants, ordered by deadline.
 
-    The owner is asked for an item's current deadline when the stored deadline is the earliest; if
-    the deadline has moved, the current deadline is stored. A deadline must not move to an earlier
-    instant.
+    When an item's stored deadline is the earliest, the owner is asked for the current one. If it
+    has moved, the current deadline is stored. A deadline must not move to an earlier instant.
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:
-        """Start with no items; `owner` is asked for the current deadlines."""
+        """Start without items. `owner` is asked for the current deadlines."""
         self._owner = owner
         self._heap: list[tuple[float, int, Key]] = []
         self._serial = 0
 
     def add(self, item: Key) -> None:
-        """Watch the deadline of an item until the item has ended or its deadline is reached."""
+        """Watch an item until it has ended or its deadline is reached."""
         at = self._owner.deadline_of(item)
         if at is not None:
             self._serial += 1
@@ -177,7 +179,7 @@ class Deadlines(Generic[Key]):
 
     @property
     def first(self) -> float | None:
-        """The earliest deadline of all items; None if there are no items."""
+        """Return the earliest deadline of all items, None without items."""
         heap = self._heap
         while heap:
             at, serial, item = heap[0]
@@ -191,7 +193,7 @@ class Deadlines(Generic[Key]):
         return None
 
     def take_due(self, *, now: float) -> list[Key]:
-        """Remove and return the items whose deadlines are reached, in order of the deadlines."""
+        """Remove and return the items whose deadlines are reached, in order."""
         due = []
         while (first := self.first) is not None and first <= now:
             due.append(heapq.heappop(self._heap)[2])

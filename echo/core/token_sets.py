@@ -4,14 +4,12 @@ A rollout has two kinds of sets, each only if the learner asks for it:
 
     support   the ids that could have been drawn: top-k, top-p and min-p did not remove them. The
               learner scores the token on this set, so that learner and sampler compute its
-              probability in the same distribution. If the answer has fewer than `min_tokens`
-              tokens, every id except those of the stop tokens can be drawn. Such a set is
-              recorded by the ids that are not in it.
+              probability in the same distribution. Up to `min_tokens` tokens, every id except
+              the stop tokens' can be drawn. Such a set is recorded by its missing ids.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
               the loss need.
 
-A set is recorded while its token is sampled, because the learner's own logits would give another
-set.
+A set is recorded while its token is sampled. The learner's own logits would give another set.
 
 Shapes: T tokens, M ids of all sets together.
 """
@@ -25,20 +23,22 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_SET_IDS = 1 << 14
-"""The largest number of ids in a set; a larger set is not recorded, and its size is TOO_LARGE."""
+"""The largest number of ids in a set. A larger set is not recorded, and its size is TOO_LARGE."""
 
 NOT_RECORDED = 0
-"""The size of a set that was not recorded: any id could have been drawn, or no id was sampled."""
+"""The size of a set that was not recorded, because any id could have been drawn or no id was
+sampled.
+"""
 
 TOO_LARGE = -1
-"""The size of a set that has more than MAX_SET_IDS ids, and is therefore sent without its ids."""
+"""The size of a set with more than MAX_SET_IDS ids, which is sent without ids."""
 
 MAX_LACKING_IDS = 1 << 10
 """The largest number of missing ids, for a set that is recorded by its missing ids."""
 
 
 def size_lacking(num_ids: int) -> int:
-    """Return the entry of `sizes` for a set that lacks `num_ids` ids, at least 1."""
+    """Return the entry of `sizes` for a set that lacks `num_ids` >= 1 ids."""
     return TOO_LARGE - num_ids
 
 
@@ -61,8 +61,8 @@ class TokenSets:
         """Check the types, sizes and values of the arrays.
 
         Raises:
-            ValueError: if an array has a wrong type or size, or if the ids of a set are negative or
-                do not ascend.
+            ValueError: if an array has a wrong type or size. Also if the ids of a set are negative
+                or do not ascend.
         """
         if self.sizes.dtype != np.int32 or self.ids.dtype != np.int32 or self.sizes.ndim != 1:
             raise ValueError("sizes and ids of token sets must be int32[T] and int32[M]")
@@ -85,7 +85,7 @@ class TokenSets:
 
     @property
     def counts(self) -> npt.NDArray[np.int32]:
-        """[T] number of recorded ids for each token; 0 for a token without ids."""
+        """The number of recorded ids for each token, [T]."""
         counts: npt.NDArray[np.int32] = np.where(
             self.lacks, TOO_LARGE - self.sizes, np.maximum(self.sizes, 0)
         )
@@ -93,7 +93,7 @@ class TokenSets:
 
     @property
     def lacks(self) -> npt.NDArray[np.bool_]:
-        """[T] whether the recorded ids of each token are the ids that are missing from its set."""
+        """Whether each token's recorded ids are missing from its set, [T]."""
         return self.sizes < TOO_LARGE
 
     @property
@@ -102,7 +102,7 @@ class TokenSets:
         return len(self.sizes)
 
     def __getitem__(self, tokens: slice) -> TokenSets:
-        """Return the sets of the tokens in a slice; the step of the slice is ignored."""
+        """Return the sets of the tokens in a slice, whose step is ignored."""
         starts = np.concatenate([[0], np.cumsum(self.counts)])
         first, stop, _ = tokens.indices(self.num_tokens)
         ids = slice(int(starts[first]), int(starts[max(first, stop)]))
@@ -113,7 +113,7 @@ class TokenSets:
         )
 
     def within(self, max_ids: int) -> TokenSets:
-        """Return a copy in which a set of more than `max_ids` ids is TOO_LARGE, without ids."""
+        """Return a copy in which sets of more than `max_ids` ids are TOO_LARGE."""
         # A mask over the ids: those of a set that is kept.
         is_kept = np.repeat(self.sizes <= max_ids, self.counts)
         return TokenSets(
@@ -123,7 +123,7 @@ class TokenSets:
         )
 
     def includes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return [T] whether each token's id is in its set; True if no ids are recorded."""
+        """Return whether each token's id is in its set, [T]; True without recorded ids."""
         hits = self.ids == np.repeat(token_ids, self.counts)
         is_listed = self.counts == 0
         is_listed[self.rows[hits]] = True
@@ -132,14 +132,14 @@ class TokenSets:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """[M] index of the token for which each id is recorded."""
+        """The index of the token of each recorded id, [M]."""
         return np.repeat(np.arange(self.num_tokens), self.counts)
 
 
 def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
-    """Return the sets of `num_tokens` tokens for which no ids were recorded.
+    """Return the sets of `num_tokens` tokens without recorded ids.
 
-    If `with_logprobs`, the result has an array of log-probabilities, which is empty.
+    If `with_logprobs`, the result has an empty array of log-probabilities.
     """
     return TokenSets(
         sizes=np.full(num_tokens, NOT_RECORDED, np.int32),
@@ -149,9 +149,9 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return `of` sets: the first `num_tokens` sets lack `ids`, and the others are not recorded.
+    """Return `of` sets, of which the first `num_tokens` lack `ids`.
 
-    Repeated ids count once. If `ids` is empty, no set is recorded.
+    The other sets are not recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
     """
     lacking, num_tokens = np.unique(ids).astype(np.int32), min(num_tokens, of)
     sizes = np.full(of, NOT_RECORDED, np.int32)

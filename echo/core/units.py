@@ -1,7 +1,7 @@
 """Durations, sizes and rates as text, and cleaning of texts for display.
 
 Sizes are exact integers and printed in binary units (KiB, MiB, ...), because memory and chunk sizes
-are powers of two. Ambiguous units are refused: "5m" may be metres, minutes or months, "8G" may be
+are powers of two. Ambiguous units are refused. "5m" may be metres, minutes or months, "8G" may be
 10^9 or 2^30, and "8Mb" usually means bits.
 """
 
@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TypeGuard
 
 JOIN_SECRET = re.compile(r"(#[^\s.\"']*)\.[^\s\"']+")
-"""Matches a join string's key and secret in any text; the secret follows the key."""
+"""Matches a join string's key and secret in any text. The secret follows the key."""
 
 _KEY = re.compile(r"(?<=\d)#[\w-]{43}(?:\.[\w-]+)*")
 
@@ -117,7 +117,6 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _is_amount(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number from 0 to 2^63, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
@@ -126,7 +125,7 @@ def _show(value: object) -> str:
 
 
 def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ") -> str:
-    """Return an amount as text, in the largest unit that does not exceed the amount."""
+    """Return an amount as text, in the largest unit that does not exceed it."""
     if amount < 0:
         return f"-{_format(-amount, units, space)}"
     index = max((i for i, (_, factor) in enumerate(units) if amount >= factor), default=0)
@@ -138,27 +137,27 @@ def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ")
 
 
 def _three_digits(value: float) -> str:
-    """Return a number as text with three digits, or more if its whole part has more digits."""
+    """Return a number as text with three digits, or more before the decimal point."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which the secret of every join string is replaced by ***."""
+    """Return a text with the secret of every join string replaced by ***."""
     return JOIN_SECRET.sub(r"\1.***", text)
 
 
 def without_keys(text: str) -> str:
     """Return a text without the keys that follow the addresses in it.
 
-    The keys are public. But the reader of a log cannot know that, and does not need the keys.
+    The keys are public, but the reader of a log does not need them.
     """
     return _KEY.sub("", text)
 
 
 def one_line(text: str) -> str:
-    """Return text from a peer or user on one line, without characters that move a cursor.
+    """Return text from a peer or user on one line, without cursor movements.
 
     Unprintable characters, such as escape sequences and line breaks, become Python's escapes.
     """
