@@ -1,8 +1,8 @@
 """Text and curves of an exact size, in cells of a terminal.
 
 The functions are pure and turn numbers into rows of rich `Text`. rich cannot draw curves, so they
-are drawn with braille characters. Values that are not finite are left out, so that a diverged run
-can still be drawn.
+are drawn with braille characters. Values that are not finite are left out. So a diverged run can
+still be drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BRAILLE_BASE = 0x2800
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, [row from the top][column]."""
 _LARGEST = 1e100
-"""Largest absolute value that is drawn; sums and differences of such values are finite."""
+"""Largest absolute value drawn, so that sums and differences are finite."""
 _ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
 _ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
 """An ASCII character of the same width for each character that this package and rich's bars use."""
@@ -73,7 +73,7 @@ class InAscii:
     content: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the content with ASCII in place of all other characters."""
+        """Render the content, with ASCII in place of all other characters."""
         for segment in console.render(self.content, options):
             yield segment if segment.control else Segment(to_ascii(segment.text), segment.style)
 
@@ -88,7 +88,7 @@ def fit(text: Text, width: int) -> Text:
 def value_range(values: Sequence[float]) -> tuple[float, float]:
     """Return the lower and upper end of the vertical axis for these values.
 
-    If all values are from 0 to 1, as rates are, the ends are whole tenths; otherwise there is a
+    If all values are from 0 to 1, as rates are, the ends are whole tenths. Otherwise there is a
     margin of 5 %.
     """
     finite = [v for v in values if abs(v) < _LARGEST]
@@ -151,10 +151,7 @@ def line_chart(
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
-    """Return a value's position between two bounds, from 0 at the first to 1 at the second.
-
-    Positions outside the bounds are clipped.
-    """
+    """Return a value's position between two bounds, clipped to 0 and 1."""
     low, high = bounds
     return min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
 
@@ -162,10 +159,10 @@ def _place(value: float, bounds: tuple[float, float]) -> float:
 def _resample(
     points: Sequence[Point], columns: int, left: float, right: float
 ) -> list[float | None]:
-    """Return one value for each column, computed from the points between `left` and `right`.
+    """Return one value for each column, from the points between `left` and `right`.
 
-    If the column has points, the value is their mean; otherwise it is interpolated from the nearest
-    columns that have points. It is None before the first point and after the last point.
+    If the column has points, the value is their mean. Otherwise it is interpolated from the nearest
+    columns with points. It is None before the first point and after the last point.
     """
     xs = np.array([x for x, _ in points], dtype=np.float64)
     ys = np.array([y for _, y in points], dtype=np.float64)

@@ -1,9 +1,9 @@
 """The live view of a run on a terminal, and log lines if there is no terminal.
 
-The learner passes snapshots to the view and never waits for the terminal: another thread draws the
-newest snapshot. So a paused terminal (Ctrl-S) or a slow or lost connection does not delay the
-learner. An error of the output does not reach the learner, either: the view stops drawing and
-stores the reason.
+The learner passes snapshots to the view and never waits for the terminal, because another thread
+draws the newest snapshot. So a paused terminal (Ctrl-S) or a slow or lost connection does not delay
+the learner. An error of the output does not reach the learner, either. The view then stops drawing
+and stores the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 _STEP_LINE_S = 5.0
-"""Smallest number of seconds between two lines on steps."""
 HOUR_S = 3600.0
 _MAX_NOTICES_PER_UPDATE = 5
 _WAIT_GROWTH = 2
@@ -43,7 +42,7 @@ _MAX_WAIT_INTERVAL_S = 300.0
 
 
 class PlainLog:
-    """Writes log lines to a console: about notices, about steps, and about waits of the learner."""
+    """Writes log lines to a console, about notices, steps and waits of the learner."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         """Start with nothing written to `console`; `now` returns the time in seconds."""
@@ -65,7 +64,7 @@ class PlainLog:
     def finish(self, snapshot: RunStatus) -> None:
         """Write lines on what is new in the last snapshot.
 
-        The last step gets a line, however recent the line before.
+        The last step gets a line, even if a line was written just before.
         """
         lines = self.lines_for(snapshot)
         if self._is_news(snapshot):
@@ -98,7 +97,6 @@ class PlainLog:
         return lines
 
     def _hour_line(self, snapshot: RunStatus) -> list[str]:
-        """Return a line on the last hour, if one has just ended."""
         before = self._hour
         if before is None or snapshot.step < before.step:
             self._hour = snapshot
@@ -109,11 +107,10 @@ class PlainLog:
         return [describe_progress(before, snapshot)]
 
     def _is_news(self, snapshot: RunStatus) -> bool:
-        """Return whether the newest step has metrics and no line was written for it."""
+        """Return whether the newest step has metrics but no line yet."""
         return snapshot.last_step is not None and snapshot.last_step.step != self._step_shown
 
     def _step_line(self, snapshot: RunStatus) -> str:
-        """Return a line with the metrics of the newest step and the state of the run."""
         last = snapshot.last_step
         assert last is not None
         self._step_shown = last.step
@@ -127,7 +124,6 @@ class PlainLog:
         return f"{'  '.join(parts)}  | {'  '.join(self._run_parts(snapshot))}"
 
     def _run_parts(self, snapshot: RunStatus) -> list[str]:
-        """Return the parts of a line that describe the state of the run."""
         parts = []
         workers = [node for node in snapshot.nodes if node.role == "worker"]
         num_lost = sum(node.state.startswith("lost") for node in workers)
@@ -175,7 +171,7 @@ class PlainLog:
 
 
 def describe_progress(before: RunStatus, after: RunStatus) -> str:
-    """Return a line that sums up the time between two statuses: steps, tokens, rewards and cost."""
+    """Return a line on the time between two statuses: steps, tokens, rewards and cost."""
     num_steps = after.step - before.step
     num_tokens = sum(after.staleness_tokens.values()) - sum(before.staleness_tokens.values())
     parts = [f"{num_steps} steps", f"{short_count(num_tokens)} tokens trained"]
@@ -198,7 +194,7 @@ def describe_progress(before: RunStatus, after: RunStatus) -> str:
 REDRAW_S = 0.25
 """Smallest number of seconds between two drawings of the screen."""
 _CLOSE_TIMEOUT_S = 2.0
-"""Largest number of seconds by which a blocked terminal may delay the end of the run."""
+"""Most seconds by which a blocked terminal may delay the run's end."""
 
 OUTPUT_ERRORS = (OSError, ValueError, ConsoleError, LiveError, SystemExit)
 """Errors that are raised if a terminal is gone (EIO), is not ready, is closed or has another
@@ -209,13 +205,12 @@ rich reports a pipe without a reader as SystemExit.
 
 
 class _Frame:
-    """A snapshot that is laid out only when it is drawn, for the terminal's size at that time."""
+    """A snapshot that is laid out when it is drawn, for the terminal's size then."""
 
     def __init__(self, snapshot: RunStatus) -> None:
         self._snapshot = snapshot
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the snapshot for the console's present size and encoding."""
         # The last row stays free: a line end there would scroll the first row away.
         height = console.size.height - 1
         view = render_live(self._snapshot, options.max_width, height=height)
@@ -223,7 +218,7 @@ class _Frame:
 
 
 class _ScreenPainter:
-    """Draws snapshots on the terminal's alternate screen, where a resize leaves no traces."""
+    """Draws snapshots on the alternate screen, where a resize leaves no traces."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -299,7 +294,6 @@ class LiveView:
         self.close()
 
     def _run(self) -> None:
-        """Draw the newest snapshot again and again until `close`, in the drawing thread."""
         while not self._is_closing.is_set():
             self._has_news.wait()
             self._has_news.clear()
@@ -314,7 +308,7 @@ class LiveView:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Within the block, record an error of the output in `failure`, and suppress it."""
+        """Record an error of the output in `failure`, and suppress it."""
         try:
             yield
         except OUTPUT_ERRORS as error:

@@ -65,12 +65,14 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
 _REWARD, _SAMPLED, _GREEDY = "#4c72b0", "#2a9d5c", "#b5479b"
 _INK = "#333333"
 _SMOOTHED_STEPS = 5
-"""Number of steps in the running mean of the reward. This mean has less than half the noise of a
-single batch."""
+"""Number of steps in the running mean of the reward.
+
+The mean has less than half the noise of one batch.
+"""
 
 
 def learning_curve(run_dir: Path, out_png: Path) -> Path:
-    """Plot a run's rewards and staleness to a PNG file, and return the file's path.
+    """Plot a run's rewards and staleness to a PNG file, and return its path.
 
     The plot has two rewards: the mean of each step, and the mean of each held-out evaluation.
 
@@ -93,7 +95,7 @@ def learning_curve(run_dir: Path, out_png: Path) -> Path:
 
 
 def draw_curves(axes: Axes, history: MetricsHistory) -> None:
-    """Draw the mean rewards of steps and of held-out prompts on the same axis."""
+    """Draw the mean rewards of steps and of held-out prompts on one axis."""
     from matplotlib.ticker import MaxNLocator
 
     # A reward that was not finite was written as null.
@@ -127,7 +129,7 @@ def draw_curves(axes: Axes, history: MetricsHistory) -> None:
 
 
 def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | None) -> None:
-    """Draw the share of the trained tokens with each staleness, and the run's staleness bound."""
+    """Draw the trained tokens' shares by staleness, and the staleness bound."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("staleness of trained tokens, steps")
@@ -163,7 +165,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _bound(run_dir: Path) -> int | None:
-    """Return the staleness bound of the run; None if the run has no configuration file."""
     try:
         bound = read_config(run_dir).get("sync", {}).get("max_staleness")
     except DataError:
@@ -205,7 +206,6 @@ def cost_plot(
 
 
 def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label: str) -> None:
-    """Draw the costs of fleets against their idle shares; the last fleet is the chosen plan."""
     from matplotlib.ticker import PercentFormatter
 
     idle = [fleet.prediction.idle_share for fleet in fleets]
@@ -257,7 +257,7 @@ def simulation_plot(
     title: str,
     waits: str,
 ) -> Path:
-    """Plot a simulated run to a PNG file, and return the file's path.
+    """Plot a simulated run to a PNG file, and return its path.
 
     The panels show costs, the learner's times, staleness and traffic.
 
@@ -278,7 +278,6 @@ def simulation_plot(
 
 
 def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw the cost since the start, the cost per hour, and the hourly cost of standby."""
     hours = [step.ends_s / 3600 for step in steps]
     axes.plot(hours, [step.cost for step in steps], color=_BUSY, label="$ spent")
     axes.set_xlabel("hours")
@@ -294,7 +293,7 @@ def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
 
 
 def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
-    """Draw, for each step, a bar with the times in which the learner trains and waits."""
+    """Draw the times in which the learner trains and waits, with a bar for each step."""
     hours = 3600.0
     busy = [(s.begins_s / hours, (s.ends_s - s.begins_s) / hours) for s in steps]
     idle = [((s.begins_s - s.waited_s) / hours, s.waited_s / hours) for s in steps]
@@ -307,7 +306,7 @@ def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
 
 
 def _staleness(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw, for each step, a stack with the shares of its tokens by staleness."""
+    """Draw the shares of tokens by staleness, with a stack for each step."""
     lags = sorted({lag for step in steps for lag in step.staleness})
     numbers = range(1, len(steps) + 1)
     shares = [
@@ -322,7 +321,7 @@ def _staleness(axes: Axes, steps: Sequence[StepPoint]) -> None:
 
 
 def _traffic(axes: Axes, links: Mapping[tuple[str, str, str], float]) -> None:
-    """Draw the number of bytes of each link between regions, by kind of message."""
+    """Draw the bytes of each link between regions, by kind of message."""
     totals: dict[str, dict[str, float]] = {}
     for (source, target, kind), num_bytes in links.items():
         totals.setdefault(f"{source} > {target}", {})[kind] = num_bytes / 1e9
@@ -345,7 +344,7 @@ def sweep_plot(
     key: str,
     title: str,
 ) -> Path:
-    """Plot the figures of a sweep to a PNG file, and return the file's path.
+    """Plot the figures of a sweep to a PNG file, and return its path.
 
     Each figure of the sweep has a panel. The panel has a point for each value and seed, and the
     means over the seeds.

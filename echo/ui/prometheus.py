@@ -2,9 +2,10 @@
 
 `reward/mean` becomes `echo_reward_mean`. If the name of a metric contains a task or a reason, this
 part of the name becomes a label. A table such as `workers/reward` becomes one gauge, with a label
-that names the entry. Every gauge has the label `run`. The library serves scrapes in threads of its
-own, and the learner only replaces values in memory. So neither the learner nor a scrape waits for
-the other.
+that names the entry. Every gauge has the label `run`.
+
+The library serves scrapes in threads of its own. The learner only replaces values in memory. So
+neither the learner nor a scrape waits for the other.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def prometheus_client() -> Any:
 
 
 def gauge_of(metric: str) -> tuple[str, dict[str, str]]:
-    """Return the name of a metric's gauge, and the label that the metric's name contains."""
+    """Return the name of a metric's gauge, and the label in the metric's name."""
     labels: dict[str, str] = {}
     for pattern, prefix, label in LABELS:
         if (match := pattern.fullmatch(metric)) is not None:
@@ -89,11 +90,11 @@ class PrometheusEndpoint:
         self.port: int = self._server.server_port
 
     def write(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
-        """Replace the values of the metrics in a row, and keep the values of all other metrics."""
+        """Replace the values of the metrics in a row, and keep all other values."""
         self._values = {**self._values, **metrics, "step": step, "time": at}
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauges; the library calls this function at each scrape."""
+        """Yield the gauges; the library calls this at each scrape."""
         gauges: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
         for metric, value in self._values.items():
             name, labels = gauge_of(metric)

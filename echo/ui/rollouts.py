@@ -1,7 +1,7 @@
 """Rollouts as text for a terminal.
 
 A model's text may contain escape sequences. Only printable characters and line breaks are printed
-unchanged; all other characters are printed as Python's escapes.
+unchanged. All other characters are printed as Python's escapes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRollout:
-    """A rollout to be shown, with its texts and with the ledger's facts about its group."""
+    """A rollout to be shown, with its texts and the ledger's facts about its group."""
 
     group: int
     attempt: int
@@ -68,12 +68,12 @@ class ShownRollout:
 
     @property
     def completion(self) -> str:
-        """The text of the whole completion, including the texts that the task inserted."""
+        """The text of the whole completion, including what the task inserted."""
         return "".join(part.text for part in self.parts)
 
 
 def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
-    """Return a rollout as text: a header line, the prompt if `has_prompt`, and the completion."""
+    """Return a rollout as text: a header line, the prompt if `has_prompt`, the completion."""
     text = Text.assemble(
         (f"group {rollout.group}.{rollout.index}", "bold"),
         f"  {rollout.end}  reward ",
@@ -106,7 +106,7 @@ def _parts_text(parts: Mapping[str, float]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the end of a model's text on one line; "nothing" if the text is empty."""
+    """Return the end of a model's text on one line; "nothing" if it is empty."""
     if not text:
         return "nothing"
     line = one_line(text.replace("\n", " "))
@@ -114,12 +114,12 @@ def _quoted(text: str) -> str:
 
 
 def _indented(text: str, width: int) -> str:
-    """Return a model's text with each line indented by `width`; control characters are escaped."""
+    """Indent each line of a model's text by `width`, and escape control characters."""
     return "\n".join(" " * width + one_line(line) for line in text.split("\n"))
 
 
 def _versions(parts: Sequence[Part]) -> Iterator[str]:
-    """Yield a text for each version that sampled tokens: the version and its number of tokens."""
+    """Yield, for each version that sampled tokens, its name and its number of tokens."""
     for version in dict.fromkeys(part.version for part in parts if part.is_sampled):
         number = sum(p.num_tokens for p in parts if p.is_sampled and p.version == version)
         yield f"{version} {number} tokens"

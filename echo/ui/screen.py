@@ -35,15 +35,15 @@ from echo.core.units import format_bytes
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
 _MIN_SIDE_BY_SIDE = 56
-"""Least width, in cells, at which a curve and a histogram are shown side by side."""
+"""Least width, in cells, for a curve and a histogram side by side."""
 _MAX_CHART_ROWS = 14
 _LEAST_BAR = 8
-"""Least width of the bar that shows a version on its way, if the bar has text on it."""
+"""Least width of a bar with text, for a version on its way."""
 _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())
-"""A console that nothing is printed on. rich needs a console to wrap text."""
+"""A console that nothing is printed on; rich needs one to wrap text."""
 _NO_VERSION = VersionStatus(version="-", done=1.0, num_nodes=0, num_complete=0)
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
@@ -59,12 +59,11 @@ _DISPENSABLE_COLUMNS = (
 _OPTIONAL_COLUMNS = frozenset({"mismatch", "reward", "rtt", "errors", "$/h"})
 """Columns that are left out while no node has a value for them."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
-"""Widths to which the cells of these columns are cut. If the terminal has more space, less is cut.
-"""
+"""Widths to which the cells of these columns are cut; with more space, less is cut."""
 
 
 def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
-    """Return two rows: the run's name, step and times; and a bar of the steps made."""
+    """Return two rows: the run's name, step and times, and a bar of the steps made."""
     name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
     if snapshot.state != "running":
         name.append(f" {snapshot.state}", "bold yellow")
@@ -82,7 +81,7 @@ def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
 
 
 def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
-    """Return `height` rows: the newest rewards in numbers, then the curves of rewards by step.
+    """Return `height` rows: the newest rewards, then the curves of rewards by step.
 
     With fewer than 4 rows there is no space for curves.
     """
@@ -229,7 +228,7 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
 
 
 def _slowest(link: LinkStatus | None) -> tuple[str, str]:
-    """Return text on the slowest link of a version, and text on the time left.
+    """Return texts on the slowest link of a version, and on the time left.
 
     Both texts are empty if no node fetches the version.
     """
@@ -241,7 +240,7 @@ def _slowest(link: LinkStatus | None) -> tuple[str, str]:
 
 
 def _older(versions: Sequence[VersionStatus]) -> str:
-    """Return text on older versions that are still on their way; "" if there are none."""
+    """Return text on older versions still on their way; "" if there are none."""
     return ", ".join(f"{clean(each.version)} to {each.num_nodes} more" for each in versions)
 
 
@@ -332,7 +331,7 @@ def node_rows(nodes: Sequence[NodeStatus], width: int, *, selected: str = "") ->
 
 
 def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
-    """Return a row with the number of refused or dropped groups, the most frequent reason first.
+    """Return a row with the number of refused or dropped groups, the commonest reason first.
 
     Without such groups there is no row.
     """
@@ -358,14 +357,14 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: RunStatus) -> str:
-    """Return text on the learner's share of time spent waiting, recently and since its start."""
+    """Return text on the share of waiting in the learner's time, recently and since its start."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 
 def _row(*parts: RenderableType) -> Table:
-    """Return a row with all parts side by side.
+    """Return a row with all parts side by side, and a line break.
 
-    The row ends with a line break. A bar of rich alone would not.
+    A bar of rich alone would not end with a line break.
     """
     row = Table.grid()
     for _ in parts:
@@ -427,8 +426,6 @@ def _state_style(node: NodeStatus) -> str:
 
 @dataclass(slots=True)
 class _Column:
-    """A column of the node table."""
-
     name: str
     cells: list[str]
     width: int
@@ -436,7 +433,7 @@ class _Column:
 
 
 def _align(cell: str, column: _Column) -> str:
-    """Return a cell padded to its column's width: words to the left, numbers to the right."""
+    """Pad a cell to its column's width: words to the left, numbers to the right."""
     missing = " " * max(column.width - cell_len(cell), 0)
     text = missing + cell if column.is_number else cell + missing
     return set_cell_size(text, column.width)
@@ -451,7 +448,7 @@ def _bytes(value: float) -> str:
 
 
 def _fitting_columns(nodes: Sequence[NodeStatus], width: int) -> tuple[list[_Column], str]:
-    """Return the columns that fit into `width`, and the text of the gap between columns."""
+    """Return the columns that fit into `width`, and the text between columns."""
     content: dict[str, list[str]] = {
         "node": [node.node_id for node in nodes],
         "role": [node.role for node in nodes],
@@ -560,7 +557,7 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
     """Return how many rows each part of the screen gets.
 
     First each part gets its least number of rows, in the order of `wanted`. Then table, notices and
-    chart get the rows that are left, in this order, each up to its largest number.
+    chart get the remaining rows, in this order, each up to its largest number.
 
     Args:
         wanted: (least, largest) number of rows of each part, the most important part first.
@@ -578,7 +575,7 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
 
 
 def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
-    """Return the reward curve; if the width allows, the staleness histogram is beside it."""
+    """Return the reward curve, with the staleness histogram beside it if the width allows."""
     if width < _MIN_SIDE_BY_SIDE:
         return [*reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
@@ -592,7 +589,7 @@ def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType
 
 
 def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
-    """Return the rows of all blocks, with blank rows between the first `num_gaps` + 1 blocks."""
+    """Return the rows of all blocks, with blank rows after the first `num_gaps` blocks."""
     rows: list[RenderableType] = []
     for block in blocks:
         if block and rows and num_gaps > 0:

@@ -1,12 +1,12 @@
 """Sinks for metrics and samples: metrics.jsonl, and TensorBoard, trackio and wandb if configured.
 
 metrics.jsonl has every number, and a run ends if it cannot write this file. The others are
-conveniences, called mirrors below; they get samples of rollouts as tables, too. A configured mirror
-that is not installed is refused at the start; a mirror that fails later is dropped with a warning.
-Each mirror has its own thread, so a run starts, trains and ends without waiting for the mirror's
-network.
+conveniences, called mirrors below. They also get samples of rollouts as tables. If a configured
+mirror is not installed, the run is refused at the start. A mirror that fails later is dropped with
+a warning. Each mirror has its own thread. So a run starts, trains and ends without waiting for the
+mirror's network.
 
-Rows are only appended to metrics.jsonl. A resumed learner repeats some steps: the new rows follow
+Rows are only appended to metrics.jsonl. A resumed learner repeats some steps. The new rows follow
 the abandoned rows and have a higher `lineage`, and readers use only the new rows
 (`echo.records.run_files`).
 """
@@ -80,7 +80,6 @@ class _Feed:
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which opens the mirror; return at once."""
         self._thread.start()
 
     def put(self, step: int, write: Callable[[_Mirror], None]) -> None:
@@ -95,7 +94,7 @@ class _Feed:
             self._is_behind = True
 
     def close(self) -> None:
-        """Write the rows in the queue and close the mirror, within CLOSE_S."""
+        """Write the queued rows and close the mirror, within CLOSE_S."""
         give_up_at = time.monotonic() + CLOSE_S
         try:
             self._writes.put(None, timeout=CLOSE_S)
@@ -126,7 +125,7 @@ class _Feed:
 
 
 def sinks_missing(sinks: Collection[str], *, has_prometheus: bool = False) -> list[str]:
-    """Return one line, with the remedy, for each configured sink that is not installed."""
+    """Return a line with the remedy for each configured sink that is not installed."""
     wanted: list[Callable[[], object]] = [partial(_import, name) for name in sinks]
     wanted += [prometheus_client] if has_prometheus else []
     problems = []
@@ -239,7 +238,7 @@ class MetricsWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove the last line of a file if a crash has cut it off, so that it has no line end."""
+    """Remove the last line of a file if a crash has cut it off before its line end."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -280,11 +279,6 @@ _MODULES = {"tensorboard": "tensorboard.summary", "trackio": "trackio", "wandb":
 
 
 def _import(sink: str) -> ModuleType:
-    """Import and return the library of a sink.
-
-    Raises:
-        ConfigError: if the library is not installed.
-    """
     return import_extra(_MODULES[sink], extra=sink, wanted_by=f'metrics.sinks = "{sink}"')
 
 
@@ -301,17 +295,14 @@ class _TensorBoard:
         one file at a time."""
 
     def start(self) -> None:
-        """Create the directory and an event file in it."""
         self._writer = self._summary.Writer(str(self._directory))
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Write each metric as one scalar."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step, wall_time=at)
         self._writer.flush()
 
     def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
-        """Write the samples as one text, a table in Markdown."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.metadata import create_summary_metadata
@@ -349,7 +340,7 @@ def _markdown(samples: Sequence[TextSample]) -> str:
 
 
 class _Wandb:
-    """Writes rows to a wandb run; a resumed run of Echo continues its wandb run."""
+    """Writes rows to a wandb run, which a resumed run of Echo continues."""
 
     remedy = (
         "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
@@ -361,7 +352,6 @@ class _Wandb:
         self._run_dir, self._project, self._config = run_dir, project, config
 
     def start(self) -> None:
-        """Begin the wandb run, or continue it after a resume."""
         self._run = self._wandb.init(
             project=self._project,
             name=self._run_dir.name,
@@ -374,26 +364,21 @@ class _Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Log a row; wandb sets the row's time itself."""
         del at
         self._run.log({"step": step, **metrics})
 
     def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
-        """Log the samples as a table."""
         del at
         table = self._wandb.Table(columns=list(COLUMNS), data=table_of(samples))
         self._run.log({"step": step, "samples": table})
 
     def close(self) -> None:
-        """Finish the wandb run; this uploads the rows that were not uploaded yet."""
+        """Finish the wandb run, and so upload its last rows."""
         self._run.finish()
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """Return the id of the wandb run that belongs to `run_dir`.
-
-    The id is stored in a file in `run_dir`, which is written if it is missing.
-    """
+    """Return the id of the wandb run of `run_dir`, stored in a file there."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(4).hex(), encoding="ascii")
@@ -401,7 +386,7 @@ def _wandb_id(run_dir: Path) -> str:
 
 
 class _Trackio:
-    """Writes rows to a trackio run; a resumed run of Echo continues its trackio run."""
+    """Writes rows to a trackio run, which a resumed run of Echo continues."""
 
     remedy = (
         "see TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL, and resume the run to have it "
@@ -413,7 +398,6 @@ class _Trackio:
         self._name, self._project, self._config = run_dir.name, project, config
 
     def start(self) -> None:
-        """Begin the trackio run, or continue it after a resume."""
         with _silenced():
             self._run = self._trackio.init(
                 project=self._project,
@@ -426,22 +410,19 @@ class _Trackio:
             )
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Log a row; trackio sets the row's time itself."""
         del at
         self._run.log(dict(metrics), step=step)
 
     def write_samples(self, step: int, samples: Sequence[TextSample], at: float) -> None:
-        """Log the samples as a table."""
         del at
         table = self._trackio.Table(columns=list(COLUMNS), data=table_of(samples))
         self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
-        """Finish the trackio run."""
         with _silenced():
             self._run.finish()
 
 
 def _silenced() -> contextlib.redirect_stdout[io.StringIO]:
-    """Return a context that drops trackio's prints, because they would break the live view."""
+    """Drop trackio's prints, because they would break the live view."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -62,7 +62,7 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
 
 
 def describe_waits(train: Sequence[MetricsRow]) -> str:
-    """Return text on how long the learner waited and workers had no group, as shares of time.
+    """Return text on the shares of time in which the learner or workers waited.
 
     The text is empty without optimizer steps.
     """

@@ -1,7 +1,7 @@
 """The summary of a run, made from the run's files.
 
-The distribution of staleness is computed from the ledger and not from the learner's metrics,
-because the ledger records which groups were actually trained on.
+The distribution of staleness is computed from the ledger, because the ledger records which groups
+were actually trained on.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _reference(last: Sequence[MetricsRow]) -> str:
 
 
 def _cost(train: Sequence[MetricsRow]) -> str:
-    """Return text on the run's cost since its start, including the time before a resume."""
+    """Return text on the run's cost, including the time before a resume."""
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
         return ""
@@ -157,14 +157,12 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 
 
 _REWARD_STEPS = 5
-"""Number of steps in each of two mean rewards, at the start and at the end of the run. A single
-batch is too noisy."""
+"""Number of steps in each mean reward, at the start and at the end; one batch is too noisy."""
 MAX_TOO_OLD = 0.01
 """If a larger share of the tokens was dropped as too old, the summary highlights the number."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
-"""A width in characters that no line exceeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +365,7 @@ def _facts(summary: RunSummary) -> Table:
 
 
 def _tokens(summary: RunSummary) -> Text:
-    """Return text on how many tokens were sampled, were trained on, and were dropped as too old."""
+    """Return text on the numbers of sampled, trained and dropped tokens."""
     trained = f"{sum(summary.staleness_tokens.values())} trained"
     if not summary.num_sampled:
         return Text(trained)
@@ -378,7 +376,7 @@ def _tokens(summary: RunSummary) -> Text:
 
 
 def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:
-    """Return the seconds that the learner ran, without the time between a crash and a resume."""
+    """Return the seconds that the learner ran, without the time between crash and resume."""
     starts = ledger.lineage_starts or [history.times[0]]
     total = 0.0
     for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
@@ -418,7 +416,7 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
 
 
 def _reads_images(model_dir: Path) -> bool:
-    """Return whether the model reads images; if so, transformers loads it with another class."""
+    """Return whether the model reads images, so that transformers needs another class."""
     path = model_dir / "config.json"
     return path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8"))
 

@@ -58,7 +58,7 @@ def keys_in(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """An operation that waits for the person's "y"."""
+    """An operation that waits for the user's "y"."""
 
     text: str
     act: Act
@@ -67,7 +67,7 @@ class Confirmation:
 
 
 class TopScreen:
-    """The state of the screen: the newest status, and what the pressed keys have chosen."""
+    """The state of the screen: the newest status, and the choices made by keys."""
 
     def __init__(self, *, by: str) -> None:
         """Start without a status; `by` is the operator's name in operations."""
@@ -92,13 +92,13 @@ class TopScreen:
         self.status, self.may_operate = status, may_operate
 
     def say(self, text: str) -> None:
-        """Show a line about the connection or about an operation; "" removes the line."""
+        """Show a line about the connection or an operation; "" removes the line."""
         self._said = text
 
     # --- keys ------------------------------------------------------------------------------------
 
     def press(self, text: str) -> list[Operation]:
-        """Handle pressed keys; return the operations that the keys have confirmed."""
+        """Handle pressed keys; return the operations that they have confirmed."""
         operations = []
         for key in keys_in(text):
             if self._pending is not None:
@@ -126,7 +126,6 @@ class TopScreen:
         ]
 
     def _type(self, key: str) -> None:
-        """Change the text of the filter."""
         match _NAMED_KEYS.get(key):
             case "enter":
                 self._is_typing = False
@@ -159,7 +158,6 @@ class TopScreen:
                 self._ask(act)
 
     def _move(self, move: str) -> None:
-        """Select another node."""
         names = [node.node_id for node in self.nodes()]
         if not names:
             return
@@ -174,7 +172,7 @@ class TopScreen:
         self._selected = names[at]
 
     def _ask(self, key: str) -> None:
-        """Ask the person to confirm the operation of a key, or say why it is not possible."""
+        """Ask for the confirmation of a key's operation, or say why it is not possible."""
         if self.status is None:
             return
         if not self.may_operate:
@@ -236,7 +234,7 @@ class TopScreen:
         return Group(view, self._foot(width))
 
     def _table(self, width: int, height: int) -> list[Text]:
-        """Return the part of the table around the selected node, in at most `height` rows."""
+        """Return the rows around the selected node, at most `height`."""
         if height < 3:
             return []
         nodes = self.nodes()

@@ -1,9 +1,9 @@
 """A trace of a run for Perfetto: what every node did when, as Chrome's JSON trace events.
 
-The spans come from the ledger and the metrics, which the learner has written, so all nodes are on
+The spans come from the ledger and the metrics. The learner has written both, so all nodes are on
 the learner's clock. A worker's span begins when the learner granted a group. It ends when the
 learner accepted the group, or ended the lease. What happened within the span, such as the computing
-of rewards, is not recorded. Spans of a worker that overlap are in different rows.
+of rewards, is not recorded. If spans of a worker overlap, they are in different rows.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def _times(run: ReportedRun, window: Window) -> tuple[float, float]:
 
 
 def _names(nodes: Mapping[str, int]) -> Iterator[Event]:
-    """Yield the events that name the nodes and the learner's rows."""
     for node, pid in nodes.items():
         named = {"ph": "M", "pid": pid, "tid": 0}
         yield {**named, "name": "process_name", "args": {"name": one_line(node)}}
@@ -129,10 +128,7 @@ def _mark(name: str, at: float, **facts: Any) -> Event:
 
 
 def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Iterator[Event]:
-    """Yield the events that show what the learner did between two times.
-
-    The events come from the rows of metrics.
-    """
+    """Yield the events of the learner's activities between two times, from rows of metrics."""
     for row in rows:
         at = row["time"]
         if not begin < at <= end:
@@ -154,7 +150,7 @@ def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Ite
 
 
 class _Leases:
-    """The leases that workers hold, according to the records of the ledger."""
+    """The leases that workers hold, according to the ledger's records."""
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Granted]] = {}
@@ -240,7 +236,7 @@ def _marks(record: AnyRecord) -> Iterator[Event]:
 class _Rows:
     """Divides a worker's spans into rows in which no two spans overlap.
 
-    Spans come in the order of their ends, so a row is free if its last span ended before the new
+    Spans come in the order of their ends. So a row is free if its last span ended before the new
     one begins.
     """
 
@@ -248,7 +244,7 @@ class _Rows:
         self._ends: list[float] = []
 
     def take(self, start: float, end: float) -> int:
-        """Find the first row that is free at `start`, use it until `end`, and return its number."""
+        """Return the number of the first row that is free at `start`, and use it until `end`."""
         for row, free_from in enumerate(self._ends):
             if free_from <= start:
                 self._ends[row] = end

@@ -54,7 +54,7 @@ class StatusLine(logging.StreamHandler[TextIO]):
             self.show(status)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging's name
-        """Ignore an error of writing: a terminal that is gone cannot show it."""
+        """Ignore an error of writing, because a closed terminal cannot show it."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 

@@ -194,7 +194,7 @@ class Drawing:
 
 
 def draw_all(runs: Sequence[ReportedRun]) -> list[Plot]:
-    """Return the figures of one run, or of several in comparison, in the order of the report.
+    """Return the figures of one run, or of several in comparison, in report order.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -267,9 +267,8 @@ def _lines(
 ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
     """Yield the label and the points of each line.
 
-    A single run has a line for each metric. Of several runs, each has one line.
-
-    A line without points is left out.
+    A single run has a line for each metric. If there are several runs, each has one line. A line
+    without points is left out.
     """
     for run in runs:
         for metric, label in list(curve.metrics.items())[: 1 if len(runs) > 1 else None]:
@@ -283,7 +282,6 @@ def _points(rows: Sequence[MetricsRow], metric: str) -> list[tuple[float, float]
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
-    """Draw a line, or a mark if there is only one point."""
     xs, ys = zip(*points, strict=True)
     axes.plot(xs, ys, "o-" if len(points) == 1 else "-", color=color, linewidth=1.6, label=label)
 
@@ -301,7 +299,7 @@ def _set_log(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _by_step(axes: Axes, runs: Sequence[ReportedRun]) -> None:
-    """Label the axis of steps. If there is one run, mark the steps at which it was resumed."""
+    """Label the axis of steps; mark the steps at which a single run was resumed."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("optimizer step")
@@ -341,7 +339,7 @@ def _colors(number: int) -> list[str]:
 
 
 def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the mean rewards of steps, with their spread if there is one run, and evaluations."""
+    """Draw the mean rewards of steps, and evaluations; the spread too if there is one run."""
     drawn = False
     values: list[float] = []
     for color, run in zip(_colors(len(runs)), runs, strict=True):
@@ -416,7 +414,7 @@ def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[f
 
 
 def _staleness(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the shares of the trained tokens by staleness; for several runs, draw mean staleness."""
+    """Draw the trained tokens' shares by staleness; for several runs, the mean staleness."""
     if len(runs) > 1:
         drawn = False
         for color, run in zip(_colors(len(runs)), runs, strict=True):
@@ -476,7 +474,7 @@ def _stack(
 ) -> None:
     """Draw a stack of bars for each step.
 
-    If there are many steps, several of them share a stack, which shows their means.
+    If there are many steps, several steps share a stack with their means.
     """
     size = -(-len(steps) // MAX_COLUMNS)
     starts = range(0, len(steps), size)
@@ -496,7 +494,7 @@ _STAGE_COLORS = ("#dd8452", "#e7a977", "#c44e52", "#f0c9a4", "#8c564b", "#e377c2
 
 
 def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw when the learner trained, waited, made versions and evaluated, over the whole run."""
+    """Draw when the learner trained, waited, made versions and evaluated."""
     run = runs[0]
     steps = [row for row in run.steps if row.get("time/step") is not None]
     if not steps:
@@ -534,23 +532,19 @@ def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _wait_span(row: MetricsRow) -> tuple[float, float]:
-    """Return start and length of a step's wait, which ends when the training of the step begins."""
+    """Return start and length of a step's wait, which ends when the step's training begins."""
     waited_s = min(row.get("time/wait_for_batch") or 0.0, row["time/step"])
     return row["time"] - (row.get("time/train") or 0.0) - waited_s, waited_s
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
-    """Return a unit of time that suits an axis of this length: its name and its seconds."""
+    """Return the name and the seconds of a unit of time that suits an axis of this length."""
     if seconds < 300:
         return "seconds", 1.0
     return ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
 
 
 def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw how the time of each step was spent.
-
-    Waits are divided by what the groups did meanwhile, if this is known.
-    """
     rows = [row for row in runs[0].history.train if row.get("time/step") is not None]
     if not rows:
         return False
@@ -581,7 +575,7 @@ def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
-    """Cut the axis off below the tops of a few bars, if these would make the others too small."""
+    """Cut off the tops of a few bars that would make the others too small."""
     usual, highest = median(heights), max(heights)
     if highest <= 6 * usual:
         axes.set_ylim(0, 1.05 * highest)
@@ -596,7 +590,7 @@ def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
 
 
 def _waiting(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw a line for each run: the share of each step's time in which the learner waited."""
+    """Draw the share of each step's time in which the learner waited, a line for each run."""
     drawn = False
     for color, run in zip(_colors(len(runs)), runs, strict=True):
         rows = [row for row in run.history.train if row.get("time/step")]
@@ -622,7 +616,6 @@ def _waiting(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _link_bytes(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the weight bytes that travelled over each link."""
     totals = runs[0].totals("links/bytes")
     if not totals:
         return False
@@ -633,7 +626,7 @@ def _link_bytes(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _goodput(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the measured rates of each link: their range, and their median."""
+    """Draw the measured rates of each link: their range and their median."""
     rates: dict[str, list[float]] = {}
     for row in runs[0].rows:
         for name, rate in (row.get("links/goodput") or {}).items():
@@ -660,7 +653,7 @@ def _byte_unit(num_bytes: float) -> tuple[float, str]:
 
 
 def _node_costs(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the $ that each node has cost, machine and traffic."""
+    """Draw the $ that each node has cost, with machine and traffic."""
     totals = {name: cost for name, cost in runs[0].totals("cost/by_node").items() if cost > 0}
     if not totals:
         return False
@@ -678,7 +671,7 @@ def _bars(
 ) -> None:
     """Draw a bar for each of the largest values, the largest on top.
 
-    Each value is written to the right of its bar, or to the right of its place in `ends`.
+    Each value is written to the right of its bar, or of its place in `ends`.
     """
     names = sorted(values, key=lambda name: values[name])[-MAX_BARS:]
     places = range(len(names))

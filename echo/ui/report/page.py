@@ -1,10 +1,8 @@
 """The page of a report: one HTML file with tables, figures and samples.
 
-The page loads nothing from elsewhere.
-
-The template escapes all text, so a model's text, a node's name or a line of a log cannot add
-markup. Unprintable characters, which could reorder the text on the screen, become Python's escapes.
-The page's content security policy forbids scripts and requests.
+The page loads nothing from elsewhere. Its content security policy forbids scripts and requests. The
+template escapes all text. So a model's text, a node's name or a line of a log cannot add markup.
+Unprintable characters could reorder the text on the screen, so they become Python's escapes.
 """
 
 from __future__ import annotations
@@ -168,7 +166,7 @@ def _unfolded(name: str, lines: Sequence[str]) -> dict[str, str]:
 
 
 def _lines(text: str) -> str:
-    """Return text whose unprintable characters, other than line breaks, are escaped."""
+    """Escape unprintable characters other than line breaks."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
@@ -192,7 +190,6 @@ def _key_tables(runs: Sequence[ReportedRun]) -> Iterator[Table]:
 
 
 def _key_figures(run: ReportedRun) -> dict[str, str]:
-    """Return label -> text of each key figure that the run has."""
     figures: dict[str, str] = {}
     summary, train = run.summary, run.history.train
     if summary is None:

@@ -1,8 +1,8 @@
 """A run as its report shows it, read from the run's files.
 
-A run may be finished, under way or crashed, even before its first step: whatever its files lack is
-left out of the report. Curves have the steps of the surviving history alone. Times, bytes and costs
-count abandoned steps too, since they were paid for.
+A run may be finished, under way or crashed, even before its first step. The report leaves out what
+its files lack. Curves have the steps of the surviving history alone. Times, bytes and costs count
+abandoned steps too, since they were paid for.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LongWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedNode:
-    """The facts about a node in a run's files; None for a fact that the files lack."""
+    """The facts about a node in a run's files; None for a missing fact."""
 
     node_id: str
     rate: WorkerRate | None
@@ -110,7 +110,7 @@ class ReportedNode:
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        """$ per 10^6 accepted completion tokens; None if nothing has a price or was accepted."""
+        """$ per 10^6 accepted completion tokens; None without prices or accepted tokens."""
         if self.cost is None or not self.num_tokens:
             return None
         return self.cost / self.num_tokens * 1e6
@@ -165,7 +165,7 @@ class ReportedRun:
 
     @property
     def steps(self) -> list[MetricsRow]:
-        """The rows of all optimizer steps, including abandoned steps."""
+        """The rows of all optimizer steps, including abandoned ones."""
         return [row for row in self.rows if "reward/mean" in row]
 
     def section(self, name: str) -> MetricsRow:
@@ -234,7 +234,7 @@ class _Facts:
         self.checkpoint: int | None = None
 
     def add(self, record: AnyRecord) -> None:
-        """Add a record; records are added in the order of the ledger."""
+        """Add a record, in the order of the ledger."""
         self.last_at = record.at
         match record:
             case Began():
@@ -254,7 +254,6 @@ class _Facts:
 
 
 def _decision(record: AnyRecord) -> Decision | None:
-    """Return the decision that a record describes; None if it describes no decision."""
     match record:
         case Began() if record.lineage > 1:
             what = f"resumed from the checkpoint of step {record.fork_step}"
@@ -307,7 +306,7 @@ def utc(at: float) -> str:
 
 
 def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
-    """Return the longest of the waits that were longer than usual, the longest first."""
+    """Return the waits that were longer than usual, the longest first, up to a number."""
     steps = [row for row in rows if row.get("time/wait_for_batch") is not None]
     if not steps:
         return []
@@ -334,7 +333,7 @@ def explanation_of(row: MetricsRow) -> str:
 
 
 def _stages(row: MetricsRow) -> str:
-    """Return text with the learner's waits, and what each was for; empty if not recorded."""
+    """Return text with the learner's waits and their reasons; "" if not recorded."""
     stages = {
         name.removeprefix(WAIT): value
         for name, value in row.items()
@@ -348,7 +347,7 @@ def _stages(row: MetricsRow) -> str:
 
 
 def _nodes(run_dir: Path, config: MetricsRow, rows: Sequence[MetricsRow]) -> list[ReportedNode]:
-    """Return the nodes of a run: nodes without groups first, then workers, most tokens first."""
+    """Return the nodes of a run: nodes without groups first, then workers by tokens."""
     deliveries = deliveries_of(read_records(run_dir))
     group_size = int((config.get("batch") or {}).get("group_size", 1))
     rates = rates_of(deliveries, group_size)
@@ -398,7 +397,7 @@ def _newest(rows: Iterable[MetricsRow], table: str) -> dict[str, float]:
 
 
 def _log_lines(run_dir: Path) -> list[str]:
-    """Return the lines at the end of the learner's log; empty if there is none."""
+    """Return the last lines of the learner's log; empty if there is none."""
     try:
         with (run_dir / "logs" / "learner.log").open("rb") as file:
             file.seek(0, 2)
@@ -410,7 +409,7 @@ def _log_lines(run_dir: Path) -> list[str]:
 
 
 def differing_settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Return key -> its value in each run, as text, for the settings in which runs differ."""
+    """Return key -> its value in each run, for the settings in which runs differ."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted({key for settings in flat for key in settings})
     found = {key: [settings.get(key, "-") for settings in flat] for key in keys}
