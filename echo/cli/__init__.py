@@ -1,8 +1,8 @@
 """One module per command.
 
 In a process that was started to run a command, Ctrl-C is handled before any slow import. Such a
-process is recognized by sys.argv[0]. With `python -m` this is "-m" while Python locates the module;
-with an installed script it is the path of the script.
+process is recognized by sys.argv[0]. With `python -m` this is "-m" while Python locates the module.
+With an installed script it is the path of the script.
 """
 
 import sys

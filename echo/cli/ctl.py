@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NUM_WORDS = {"pause": (0, 0), "resume": (0, 1), "drain": (1, 1), "standby": (1, 1), "set": (2, 2),
              "stop": (0, 0)}  # fmt: skip
-"""By command, the least and the largest number of words after it: a node, or a key and a value."""
+"""Command -> the least and the largest number of words after it: a node, or a key and a value."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,7 +58,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this machine as the command line requests, and return the exit code."""
+    """Check this machine as the command line requests; return the exit code."""
     return run_command(_run, doctor_parser().parse_args(argv))
 
 
@@ -78,7 +78,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _show(finding: Finding, console: Console) -> None:
-    """Print a finding; also print why it matters and what the remedy is, if the finding says so."""
+    """Print a finding, with its importance and remedy if it has them."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -93,7 +93,7 @@ def _show(finding: Finding, console: Console) -> None:
 
 
 def examine(arguments: Namespace) -> Iterator[Finding]:
-    """Yield the findings of all checks that the command line asks for, as they are made."""
+    """Yield the findings of the requested checks, as they are made."""
     yield from check_python()
     yield from check_packages(installed_versions(), locked_versions(find_lock().read_text()))
     yield from check_gpu(*_gpus(), nvidia_driver())
@@ -134,7 +134,7 @@ def _gpus() -> tuple[str | None, Sequence[str]]:
 
 
 def _configuration(arguments: Namespace) -> tuple[Role, Config | None]:
-    """Return the role and the configuration to check; None if the command line names none.
+    """Return the role and the configuration to check; None without a configuration.
 
     Raises:
         ConfigError: if the configuration is wrong.
@@ -159,7 +159,7 @@ def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
 
 
 def check_joining(config: Config, role: Role) -> Iterator[Finding]:
-    """Try to connect to the learner, and compare the learner's settings and files with ours."""
+    """Connect to the learner, and compare its settings and files with this node's."""
     section = config.relay if role == "relay" else config.worker
     source = JoinSource(role, section.connect, config.security, config.run_dir)  # type: ignore[arg-type]
     for report in asyncio.run(_try_links(config, source)):

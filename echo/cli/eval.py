@@ -1,9 +1,9 @@
 """`echo-rl eval MODEL|RUN[@STEP]`: scores a model or a checkpoint on held-out prompts.
 
-Nothing is trained. The run is only read, so it may still be under way. Unless the command line
-changes them, the prompts, the reward and the sampling are those of the run's own evaluations. So
-the scores of a checkpoint can be compared with the scores in the run's metrics: both have the same
-prompts and seeds.
+Nothing is trained. The run is only read, so it may still be under way. The prompts, the reward and
+the sampling are those of the run's own evaluations, unless the command line changes them. So a
+checkpoint's scores can be compared with the scores in the run's metrics. Both have the same prompts
+and seeds.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _sampled_as_evaluated(config: Config) -> Config:
-    """Return the settings with the evaluation's sampling, so that memory is planned for it, too."""
+    """Return the settings with the evaluation's sampling, for which memory is planned too."""
     return config.model_copy(update={"sampling": config.evaluation_sampling})
 
 
@@ -180,7 +180,7 @@ def score_target(target: EvalTarget, *, log: logging.Logger) -> EvalResult:
 
 
 def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
-    """Return the scores as lines for a person."""
+    """Return the scores as lines for the user."""
     config, scores = target.config, result.scores
     sampling = config.sampling
     mean = "mean" if scores.num_samples == 1 else f"mean (avg@{scores.num_samples})"

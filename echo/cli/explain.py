@@ -1,7 +1,7 @@
-"""`echo-rl explain RUN`: says what a run has waited for, and what would help.
+"""`echo-rl explain RUN`: prints what a run has waited for, and what would help.
 
-The learner writes each explanation into metrics.jsonl, also while a wait goes on. So the command
-needs only the files of a run, and the run may be under way, finished or crashed.
+The learner writes each explanation into metrics.jsonl, also during a wait. So the command needs
+only the files of a run, and the run may be under way, finished or crashed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _when(stall: Stall) -> str:
-    """Return text that names the steps of a stall and says how long the learner waited in them."""
+    """Return text with the steps of a stall and the learner's wait in them."""
     if stall.is_open:
         return f"after step {stall.last_step}, and the wait had not ended"
     steps = f"step {stall.first_step}"

@@ -5,7 +5,8 @@
     while a node runs (cli/node.py)                   the first drains it, the second stops it
 
 The exit code is always 128 + the signal's number, as in shells. The package imports this module
-before all others, so that signals are handled during the other imports too: keep this module small.
+before all others, so that signals are also handled during the other imports. So keep this module
+small.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ def signal_exit_code(number: int) -> int:
 
 
 def is_interruption(code: int) -> bool:
-    """Return whether a command that ended with this exit code was ended by a signal."""
+    """Return whether a signal ended the command with this exit code."""
     return code in map(signal_exit_code, SIGNALS)
 
 
 def install() -> None:
     """Install handlers that print "interrupted" and end this process with the signal's code.
 
-    A signal that the process has inherited as ignored, as SIGHUP under nohup, stays ignored.
+    A signal that the process has inherited as ignored stays ignored, for example SIGHUP under
+    nohup.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -68,7 +70,7 @@ def announce(number: int) -> None:
 
 @contextmanager
 def handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Within the block, call `handle` with the number of each SIGINT, SIGTERM and SIGHUP.
+    """Call `handle` with the number of each SIGINT, SIGTERM and SIGHUP, within the block.
 
     The former handlers are restored after the block. If SIGHUP was ignored, as under nohup, it
     stays ignored.
@@ -89,7 +91,7 @@ def handled(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Within the block, raise SystemExit at the first signal, and end the process at the second.
+    """Raise SystemExit at the first signal within the block; end the process at the second.
 
     SystemExit lets `finally` blocks run. The second signal ends the process without them.
     """
@@ -110,7 +112,7 @@ def unwinding() -> Iterator[None]:
 def leave_terminal() -> None:
     """Redirect the standard streams that are terminals to /dev/null.
 
-    A write to a terminal that has been closed would raise an error; /dev/null accepts every write.
+    A write to a closed terminal would raise an error. /dev/null accepts every write.
     """
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -123,8 +125,8 @@ def leave_terminal() -> None:
 def hurry(code: int) -> None:
     """End this process with `code` after at most HURRY_S, even if its threads still run.
 
-    A thread that loads a model, makes a step or waits for a reward cannot be stopped, and Python
-    waits for every such thread before it ends.
+    Python waits for every thread before it ends. A thread that loads a model, makes a step or waits
+    for a reward cannot be stopped.
     """
     timer = threading.Timer(HURRY_S, os._exit, [code])
     timer.daemon = True

@@ -1,7 +1,7 @@
 """The front of every command: `echo-rl COMMAND`.
 
-The command line is parsed before the command is imported, so that `--help` needs no package. If the
-import then lacks a package, the error names it and the command that installs it.
+The command line is parsed before the command is imported. So `--help` needs no package. If the
+import then lacks a package, the error names the package and the command that installs it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names, and return its exit code."""
+    """Run the command that the first argument names; return its exit code."""
     name, *line = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--version", "-V"):
         print(version())
@@ -98,7 +98,7 @@ def run(name: str, line: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """Return the text of `echo-rl --help`: the commands, each with one line of help."""
+    """Return the text of `echo-rl --help`: each command with one line of help."""
     lines = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
@@ -110,7 +110,7 @@ def usage() -> str:
 
 
 def find_command(name: str) -> Callable[[Sequence[str]], int]:
-    """Import the module of a command and return the function `main` of that module."""
+    """Import the module of a command and return its function `main`."""
     function: Callable[[Sequence[str]], int] = importlib.import_module(f"echo.cli.{name}").main
     return function
 

@@ -99,7 +99,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """The result of checking whether a node could start; the check does not start the node."""
+    """The result of checking whether a node could start."""
 
     problems: tuple[str, ...] = ()
     """Problems that would stop the node in its first minute."""
@@ -167,7 +167,7 @@ def dry_run(
 def check_start(
     config: Config, role: Role, *, resume: bool = False, log_events: Path | None = None
 ) -> StartCheck:
-    """Check the model, files, metric sinks and addresses that a node of this role starts with."""
+    """Check the model, files, metric sinks and addresses with which a node starts."""
     problems = []
     has_model = False
     try:
@@ -199,7 +199,7 @@ def check_start(
 
 
 def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> Iterator[str]:
-    """Yield an error message for each directory that a node has to write to but cannot."""
+    """Yield an error for each directory that a node must write to but cannot."""
     if why := find_write_fault(config.run_dir):
         remedy = "set run.dir to a directory that can be"
         yield f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}"
@@ -211,7 +211,7 @@ def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> I
 
 
 def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
-    """Return the reason why no file can be written into a directory; "" if files can be.
+    """Return why no file can be written into a directory; "" if files can be written.
 
     Args:
         directory: the directory to write into.
@@ -231,8 +231,7 @@ def _check_files(config: Config, role: Role) -> None:
     """Check, by the files on this machine, that a learner or worker can use its model.
 
     Raises:
-        EchoError: if the node cannot use its model; this is the error that starting the node would
-            raise.
+        EchoError: the error that starting the node would raise.
     """
     model = config.model
     if role == "relay" or model.name is None or (role == "worker" and not has_own_model(config)):
@@ -256,7 +255,7 @@ def _check_files(config: Config, role: Role) -> None:
 
 
 def check_model(config: Config, role: str) -> None:
-    """Check, without torch, the model directories that this node's configuration names.
+    """Check the model directories that this node's configuration names, without torch.
 
     Raises:
         DataError: if a model directory is missing, or holds a quantised model.
@@ -308,7 +307,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
-    """Return one error for each address that the node must listen at but cannot listen at."""
+    """Return one error for each address that the node needs but cannot listen at."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
@@ -324,7 +323,7 @@ def _taken_addresses(config: Config, role: str) -> list[EchoError]:
 
 
 def _attention_notice(config: Config) -> list[str]:
-    """Return a line on the attention kernels that a learner on a GPU tries for packed rows."""
+    """Return a line on the attention kernels that a learner on a GPU tries."""
     from echo.engine.model import pick_device, pick_dtype
     from echo.train.models.attention import PRODUCTS, candidates
 
@@ -339,7 +338,7 @@ def _attention_notice(config: Config) -> list[str]:
 
 
 def _gpu_bytes(config: Config, role: Role) -> int | None:
-    """Return the free bytes of the GPU that this role would use; None if it uses the CPU."""
+    """Return the free bytes of the GPU of this role; None if it uses the CPU."""
     if role == "relay":
         return None
     device = config.learner.device if role == "learner" else config.worker.device
@@ -355,8 +354,11 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 
 
 SAME_SIGNAL_S = 1.0
-"""Seconds after a counted signal within which further signals are not counted. Otherwise one Ctrl-C
-could count twice: a terminal sends it to the node and to a launcher, which forwards it."""
+"""Seconds after a counted signal within which further signals are not counted.
+
+Otherwise one Ctrl-C could count twice. A terminal sends it to the node and to a launcher, and the
+launcher forwards it.
+"""
 
 
 class NodeSignals:
@@ -371,7 +373,7 @@ class NodeSignals:
         self.received: list[int] = []
 
     def receive(self, number: int) -> None:
-        """Drain the node, stop it or kill the process, depending on the signals counted before."""
+        """Drain the node, stop it or kill the process, depending on the earlier signals."""
         if number == signal.SIGHUP:
             interrupts.leave_terminal()
             if self.received:
@@ -395,8 +397,8 @@ class NodeSignals:
 async def run_node(node: Node, event_log: EventLog | None = None) -> str:
     """Run a node until it ends by itself or a signal ends it; return why it ended.
 
-    Signals are handled as NodeSignals describes. The node's events are written to `event_log`,
-    which is closed when the node ends.
+    NodeSignals handles the signals. The node's events are written to `event_log`, which is closed
+    when the node ends.
 
     Raises:
         EchoError: if the node cannot continue.
@@ -426,7 +428,7 @@ async def run_node(node: Node, event_log: EventLog | None = None) -> str:
 
 
 def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
-    """Run a node's coroutine on uvloop; log why the node ended and return the exit code."""
+    """Run a node's coroutine on uvloop; log why the node ended; return the exit code."""
     allocator.tune(os.environ)
     raise_descriptor_limit()
     try:
@@ -453,7 +455,7 @@ REFRESH_S = 1.0
 
 
 class NoticeBoard(logging.Handler):
-    """Keeps the newest MAX_NOTICES log lines for the live view, which asks for them."""
+    """Keeps the newest MAX_NOTICES log lines for the live view."""
 
     def __init__(self) -> None:
         """Start with no log lines."""
@@ -464,7 +466,7 @@ class NoticeBoard(logging.Handler):
         self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record's text without its traceback; only the log file gets the traceback."""
+        """Keep a record's text without its traceback, which only the log file gets."""
         if getattr(record, FILE_ONLY, False):
             return
         self.last = LogFormatter("%(message)s").format(record).partition("\n    Traceback (")[0]
@@ -473,7 +475,7 @@ class NoticeBoard(logging.Handler):
         self._num_unseen += 1
 
     def shown(self) -> None:
-        """Count the kept log lines as shown by the live view."""
+        """Note that the live view has shown the kept log lines."""
         self._num_unseen = 0
 
     @property
@@ -487,8 +489,8 @@ def run_rank(
 ) -> int:
     """Run one of the learner's several processes, started by torchrun; return its exit code.
 
-    The process of rank 0 is the learner that other nodes connect to; the other processes follow its
-    commands.
+    The process of rank 0 is the learner to which other nodes connect. The other processes follow
+    its commands.
 
     Raises:
         EchoError: if the processes cannot connect to each other, or would share one GPU.
@@ -600,10 +602,9 @@ def run_learner(
 
 
 def report_finished(config: Config) -> bool:
-    """Return whether a run has made all of `run.max_steps`, and print a line if it has.
+    """Return whether a run has made all of `run.max_steps`; print a line if it has.
 
-    Each process of a learner calls this function and reads the run's directory; only the process of
-    rank 0 prints.
+    Each process of a learner calls this function. Only the process of rank 0 prints.
 
     Raises:
         EchoError: if the run's ledger cannot be read.
@@ -643,7 +644,7 @@ class Operator:
         return tuple(self._board.lines)
 
     def show(self, status: RunStatus) -> None:
-        """Draw the status, and with it the newest log lines, in the live view."""
+        """Draw the status and the newest log lines in the live view."""
         self._board.shown()
         self._view.update(status)
 
@@ -683,9 +684,9 @@ async def _run(
 
 
 def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
-    """Return the run's learning curve up to now; None if its metrics cannot be read.
+    """Return the run's learning curve up to now.
 
-    A warning is logged if they cannot be read.
+    If its metrics cannot be read, log a warning and return None.
     """
     try:
         history = read_metrics(run_dir)
@@ -701,9 +702,10 @@ def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
 
 
 def show_join(join_path: Path) -> None:
-    """Print to standard error the command with which a worker on another machine joins the run.
+    """Print the command with which a worker on another machine joins the run.
 
-    Call this function only if standard error is a terminal: the command contains the run's secret.
+    It goes to standard error, which must be a terminal, because the command contains the run's
+    secret.
     """
     join = Join.parse(join_path.read_text(encoding="utf-8"))
     if not is_loopback(join.address):
@@ -767,7 +769,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_dry_run(arguments: argparse.Namespace, config: Config) -> None:
-    """Print what would start; raise a ConfigError with all problems that prevent a start."""
+    """Print what would start, or raise a ConfigError with all problems."""
     resume = _goes_on(arguments, config)
     check = check_start(config, arguments.role, resume=resume, log_events=arguments.log_events)
     print_texts([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
@@ -802,7 +804,7 @@ def line_of_resume(arguments: argparse.Namespace) -> list[str]:
 
 
 def configuration_of(arguments: argparse.Namespace) -> Config:
-    """Return the configuration from the command line, the file it names, and ECHO_JOIN.
+    """Return the configuration from the command line, its file, and ECHO_JOIN.
 
     Raises:
         ConfigError: if a value is wrong or missing; the text lists every error.
@@ -869,7 +871,7 @@ def find_config_of(
 
 
 def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
-    """Return whether the node resumes a run: by `--resume`, or because the run has begun."""
+    """Return whether the node resumes a run, by `--resume` or because the run has begun."""
     return bool(arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)))
 
 
@@ -880,8 +882,8 @@ POLL_S = 0.2
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
     """Return an override that names the join string of a learner on this machine.
 
-    The list is empty if the node needs no join string of that learner: the node has a join string
-    already, encryption is off, or it dials other addresses.
+    The list is empty if the node has a join string already, if encryption is off, or if it dials
+    other addresses.
 
     Args:
         path: the configuration file.
@@ -907,7 +909,7 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
 
 
 def join_awaited(config: Config, role: str) -> Path | None:
-    """Return the path of the join string that a start would wait for; None if it would not wait.
+    """Return the path of the join string that a start would wait for, or None.
 
     A node waits for the join string of a learner on this machine that has not started yet.
     """
@@ -934,17 +936,17 @@ def _own_join(config: Config) -> Path:
 
 
 def _is_join_known(config: Config, role: str) -> bool:
-    """Return whether the settings contain a join string, or name the file that contains it."""
+    """Return whether the settings contain a join string, or name an existing file of it."""
     return config.security.join is not None or any(map(has_secret, _dialled(config, role)))
 
 
 def _is_own_learner(config: Config, role: str) -> bool:
-    """Return whether all addresses that a node dials are addresses of this machine."""
+    """Return whether a node dials only addresses of this machine."""
     return all(map(is_own_machine, _dialled(config, role)))
 
 
 def _dialled(config: Config, role: str) -> Sequence[str]:
-    """Return the addresses that a relay or worker dials; by default the learner's address."""
+    """Return the addresses that a relay or worker dials; by default the learner's."""
     learner = config.learner
     return getattr(config, role).connect or (join_address(learner.listen, learner.advertise),)
 
@@ -1053,7 +1055,7 @@ def run_role(
 
 
 def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:
-    """Return the event log that writes to the file of --log-events; None if there is no file.
+    """Return the event log for the file of --log-events; None if there is no file.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -1067,7 +1069,7 @@ def _is_first_rank() -> bool:
 
 
 def _num_ranks() -> int:
-    """Return the number of the learner's processes, from torchrun's variable WORLD_SIZE."""
+    """Return the number of the learner's processes, from torchrun's WORLD_SIZE."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal():
         raise ConfigError(f"WORLD_SIZE = {text!r} in the environment is no number; unset it")
@@ -1094,7 +1096,7 @@ async def _run_dialing(
 
 
 async def show_status(worker: WorkerNode, line: StatusLine, log: logging.Logger) -> None:
-    """Update a worker's status line every REFRESH_S until this coroutine is cancelled."""
+    """Update a worker's status line every REFRESH_S until cancelled."""
     status = WorkerStatus(line, log)
     try:
         while True:

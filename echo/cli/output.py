@@ -56,12 +56,12 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON, without the keys in addresses."""
 
     def __init__(self, node: str) -> None:
-        """Name the node in every line."""
+        """Put the node's name into every line."""
         super().__init__()
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's time (UTC), level and message, and the traceback if it has one."""
+        """Return the record's time (UTC), level and message, and its traceback, if any."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -76,7 +76,7 @@ class JsonFormatter(logging.Formatter):
 class _Forward(logging.Handler):
     """Passes records to a node's log, so that every handler of this log gets them.
 
-    This includes handlers that are added to the log later.
+    Handlers that are added to the log later get them, too.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -88,7 +88,7 @@ class _Forward(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """Writes log records to a file; if the file cannot be written, reports this once in the log."""
+    """Writes log records to a file, and reports once if the file cannot be written."""
 
     def __init__(self, path: Path, log: logging.Logger) -> None:
         """Open the file at `path` for writing; report write errors to `log`.
@@ -101,13 +101,13 @@ class LogFile(logging.FileHandler):
         self._has_failed = self._fails = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record to the file, or drop the record if the file cannot be written."""
+        """Write a record to the file, or drop it if the file cannot be written."""
         self._fails = False
         super().emit(record)
         self._has_failed &= self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
-        """Log why a record was not written; log this once while several records in a row fail."""
+        """Log why a record was not written, once for several records that fail in a row."""
         self._fails = True
         if not self._has_failed:
             self._has_failed = True
@@ -120,8 +120,8 @@ def make_log(
 ) -> logging.Logger:
     """Return the log of a node, which writes to a file, to standard error, or to both.
 
-    Its lines are text, or JSON objects if `is_json`. The log also gets the warnings of the
-    transport, of tasks and of the rest of the runtime, and the messages of engines.
+    Its lines are text, or JSON objects if `is_json`. The log also gets the messages of engines, and
+    the warnings of the transport, of tasks and of the rest of the runtime.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -155,11 +155,11 @@ def make_log(
 
 @contextmanager
 def others_in_log(log: logging.Logger) -> Iterator[None]:
-    """Within the block, redirect standard output and error into the log's file.
+    """Redirect standard output and error into the log's file, within the block.
 
-    Libraries, their C++ code and the processes that they start write warnings to the terminal. On a
-    terminal such a warning would break the status line, and the next status would erase it. Without
-    a status line nothing is redirected.
+    Libraries, their C++ code and the processes that they start write warnings to the terminal. Such
+    a warning would break the status line, and the next status would erase it. Without a status line
+    nothing is redirected.
     """
     from echo.ui.worker_status import StatusLine  # imported here: --help needs no rich
 
@@ -213,7 +213,7 @@ def print_texts(texts: Iterable[str]) -> None:
 
 
 def fail(error: EchoError) -> int:
-    """Print an error to standard error, without secrets, and return the error's exit code."""
+    """Print an error to standard error, without secrets; return its exit code."""
     # A user may have given a join string as the name of a file.
     print(f"error: {without_secrets(str(error))}", file=sys.stderr)
     return exit_code(error)

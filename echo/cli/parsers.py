@@ -1,7 +1,7 @@
 """Parses the command lines of all commands. No installed package is needed for this.
 
-So `--help` and `--version` work at once, even in a fresh clone without installed packages.
-The module of a command is imported after its command line has been parsed without an error.
+So `--help` and `--version` work at once, even in a fresh clone without installed packages. If a
+command line has no error, its command's module is imported afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentPar
 
 
 def _text(argument: str) -> str:
-    """Return the argument if it is valid UTF-8, and refuse it otherwise.
+    """Return the argument if it is valid UTF-8; refuse it otherwise.
 
     Python has decoded other bytes to lone surrogates.
     """
@@ -55,7 +55,7 @@ def _text(argument: str) -> str:
 
 
 def _path(argument: str) -> Path:
-    """Return the argument as a path; refuse a name that is longer than file systems allow."""
+    """Return the argument as a path; refuse a name that is too long for file systems."""
     path = Path(argument)
     if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
         raise argparse.ArgumentTypeError(

@@ -1,6 +1,6 @@
 """`echo-rl plan FILE`: which machines to rent for a run, their cost, and how to start the run.
 
-The plan is computed only from the file, the records of an earlier run and the catalogue of GPUs; no
+The plan is computed only from the file, the records of an earlier run and the catalogue of GPUs. No
 price is looked up, and nothing is rented or started.
 """
 
@@ -49,7 +49,7 @@ from echo.ui.plots import cost_plot
 def run_report(rates: RunRates) -> str:
     """Return a table of a run's measured figures beside the overlap model's predictions.
 
-    The predictions are computed from the rates that the run has measured.
+    The predictions use the rates that the run has measured.
     """
     job = rates.job
     rate = sum(worker.tokens_per_s for worker in rates.workers.values()) / job.completion_tokens
@@ -138,7 +138,7 @@ ENVIRONMENT_GB = 12
 
 
 def plan_tables(request: FleetRequest, plan: Provisioning) -> RenderableType:
-    """Return the tables and texts of a plan, ready to be printed to the terminal."""
+    """Return the tables and texts of a plan, for the terminal."""
     return Group(
         _fleet_table(plan),
         Text(),
@@ -216,7 +216,7 @@ def _figures_table(plan: Provisioning) -> Table:
 def selection_text(gap: float) -> str:
     """Return text on whether the plan is proven to be the cheapest.
 
-    If it is not proven, the text says by what share another fleet may be cheaper.
+    If it is not, the text has the share by which another fleet may be cheaper.
     """
     if gap == 0:
         return "the proven optimum"
@@ -247,7 +247,7 @@ def _signed(value: float, digits: int) -> str:
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """Return text on why there is no plan, and on the smallest changes that would allow one."""
+    """Return text on why there is no plan, and on the smallest changes that would help."""
     lines = ["no fleet on offer is sufficient:"]
     lines += [f"  {reason}" for reason in refusal.reasons]
     if not refusal.remedies:
@@ -260,7 +260,7 @@ def refusal_text(refusal: Refusal) -> str:
 def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[str, str]:
     """Return the minimum that a rented machine must have, as a marketplace's search expression.
 
-    The result maps a name to its condition in the syntax of `vastai search offers`: memory and disk
+    The result maps a name to its condition in the syntax of `vastai search offers`. Memory and disk
     are in GB, links in Mbit/s.
     """
     weights = request.model.num_params * BYTES_PER_WEIGHT
@@ -285,7 +285,7 @@ def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[s
 
 
 def filters_text(request: FleetRequest, plan: Provisioning) -> str:
-    """Return text with one search expression for each offer from which the plan rents machines."""
+    """Return text with one search expression for each offer in the plan."""
     weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
     lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
     for row, offer, count in _used(request, plan):
@@ -297,7 +297,7 @@ def filters_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def commands_text(request: FleetRequest, plan: Provisioning) -> str:
-    """Return the commands that start the plan's nodes: the learner, the relays, each worker."""
+    """Return the commands that start the plan's learner, relays and workers."""
     job, learner = plan.job, request.learner
     lines = [
         "commands (put your own configuration in place of configs/wan.toml; where relays and",
@@ -341,7 +341,7 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _stem(offer: str) -> str:
-    """Return an offer's name with which names of files and workers can begin.
+    """Return an offer's name in the form in which names of files and workers begin.
 
     Characters that are unsafe in a file's name or on a command line become dashes.
     """
@@ -349,7 +349,7 @@ def _stem(offer: str) -> str:
 
 
 def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) -> dict[str, str]:
-    """Return the files that start the plan's workers, as text by file name, one for each offer."""
+    """Return name -> text of the files that start the plan's workers, one for each offer."""
     found = {}
     for row, offer, count in _used(request, plan):
         least = least_of(request, plan, row)
@@ -368,7 +368,7 @@ def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) ->
 
 
 def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
-    """Return the learner's settings for its own price, for traffic and for the hourly budget."""
+    """Return the learner's settings for its price, its traffic and the hourly budget."""
     sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
     dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
     if dearest:
@@ -394,7 +394,7 @@ def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[st
 
 
 def node_command(role: str, settings: Sequence[str]) -> str:
-    """Return the command line that starts a node of this role with these settings."""
+    """Return the command line that starts a node of this role."""
     sets = [part for item in settings for part in ("--set", item)]
     return f"{command('node', elsewhere=True)} " + shlex.join(
         ["--role", role, "--config", CONFIG, *sets]
@@ -410,7 +410,7 @@ def _used(request: FleetRequest, plan: Provisioning) -> list[tuple[OfferRow, str
 
 
 def divide_site(request: FleetRequest) -> Division:
-    """Return the best division of all GPUs of the request between training and generation.
+    """Return the best division of the request's GPUs between training and generation.
 
     Raises:
         PlanError: if the model fits nowhere for training, or nowhere for generation.
@@ -483,7 +483,7 @@ def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
 
 
 def _worker_command(request: FleetRequest, num_gpus: int) -> str:
-    """Return the command line that starts one worker which samples on `num_gpus` GPUs."""
+    """Return the command line of one worker that samples on `num_gpus` GPUs."""
     sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
     if num_gpus > 1:
         sets.append(f"engine.options.tensor_parallel_size={num_gpus}")
@@ -491,7 +491,7 @@ def _worker_command(request: FleetRequest, num_gpus: int) -> str:
 
 
 def read_rates(run_dir: Path) -> RunRates:
-    """Return the rates that the run in `run_dir` has measured, without its first fifth of steps.
+    """Return a run's measured rates, without its first fifth of steps.
 
     Raises:
         DataError: if the run has made no step or has accepted no group yet.
@@ -544,7 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print a run's measured figures, a plan of a fleet or a division, as the arguments request.
+    """Print a run's measured figures, a plan of a fleet or a division, as requested.
 
     Return the exit code.
     """
@@ -605,7 +605,7 @@ def plan_fleet(request: FleetRequest, arguments: argparse.Namespace, console: Co
 
 
 def rollouts_text(job: Job) -> str:
-    """Return text on how many rollouts a step trains on, and how many are sampled for them."""
+    """Return text on how many rollouts a step trains on, and how many are sampled."""
     trained = job.groups_per_step * job.group_size
     if job.useful_share == 1:
         return f"{trained} rollouts per step"
@@ -614,7 +614,7 @@ def rollouts_text(job: Job) -> str:
 
 
 def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:
-    """Divide all GPUs of a request between training and generation, and print the division.
+    """Divide all GPUs of a request between training and generation, and print the result.
 
     Also write the division into the directory `out`. Return the exit code.
     """

@@ -1,6 +1,6 @@
 """`echo-rl quickstart`: four processes train a small model on this machine.
 
-The learner, the relay and the two workers are ordinary `echo-rl node` processes that communicate
+The learner, the relay and the two workers are ordinary `echo-rl node` processes. They communicate
 only over sockets on loopback. This command makes their first model, starts them, and prints a
 summary of the run.
 """
@@ -141,10 +141,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class WarmupBar:
-    """The progress bar that is shown while the small model is warmed up."""
+    """The progress bar for the warm-up of the small model."""
 
     def __init__(self, bar: Progress) -> None:
-        """Add a task to this progress bar; the task's number of steps is unknown until `show`."""
+        """Add a task to this progress bar; its number of steps is unknown until `show`."""
         self._bar = bar
         self._job = bar.add_task("starting", total=None)
 
@@ -156,10 +156,10 @@ class WarmupBar:
 
 
 class SmallModel:
-    """The small model of a task. The first quickstart of the task makes and warms up the model."""
+    """The small model of a task; the first quickstart of the task makes and warms it up."""
 
     def __init__(self, task_name: str, *, for_vllm: bool) -> None:
-        """Choose the model for a task; a model for vLLM has wider attention heads."""
+        """Choose the model for a task; for vLLM its attention heads are wider."""
         from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
         from echo.train.models.warmup import make_warm_model, warm_model_path
 
@@ -225,8 +225,7 @@ SHARED_OUT = 0.6
 def share_settings(config: Config, num_workers: int) -> list[str]:
     """Return the override that divides a GPU among the workers' vLLM engines; none on a CPU.
 
-    By default one vLLM engine takes most of a GPU, so the engine of a second worker would not
-    start.
+    By default one vLLM engine takes most of a GPU. The engine of a second worker would not start.
     """
     if not isinstance(config.engine, VllmSection):
         return []
@@ -249,7 +248,7 @@ OWN_ADDRESSES = (
 
 
 def check_addresses(config: Config) -> None:
-    """Refuse addresses that the command line sets: the quickstart chooses its own addresses.
+    """Refuse addresses on the command line, because the quickstart chooses its own.
 
     Raises:
         ConfigError: if the command line sets an address.
@@ -264,7 +263,7 @@ def check_addresses(config: Config) -> None:
 
 
 def free_settings(config: Config, held: ExitStack) -> list[str]:
-    """Return overrides for a run name and for ports that are not in use on this machine.
+    """Return overrides for a run name and for ports that are free on this machine.
 
     Args:
         config: the configuration, with the name and the ports to try first.
@@ -280,8 +279,8 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
 def free_ports_of(path: Path, held: ExitStack) -> None:
     """Replace ports in a run's config.json that other programs use, so the run can be resumed.
 
-    Overrides cannot replace the ports: the learner refuses a changed address as unsafe, since nodes
-    that were not restarted would dial the old address. The quickstart restarts all nodes.
+    Overrides cannot replace the ports. The learner refuses a changed address as unsafe, because
+    nodes that were not restarted would dial the old one. The quickstart restarts all nodes.
 
     Args:
         path: the run's config.json.
@@ -302,7 +301,7 @@ def free_ports_of(path: Path, held: ExitStack) -> None:
 
 
 def _free_addresses(config: Config, held: ExitStack) -> list[str]:
-    """Return overrides for addresses at free ports, and reserve these ports with `held`."""
+    """Return overrides for addresses at free ports; `held` reserves these ports."""
     learner, relay = (
         held.enter_context(_held_port(_port_of(address)))
         for address in (config.learner.listen, config.relay.listen)
@@ -317,7 +316,7 @@ def _free_addresses(config: Config, held: ExitStack) -> list[str]:
 
 
 def _claim(run_dir: Path) -> bool:
-    """Make the directory of a run; return False if the directory existed before."""
+    """Make the directory of a run; return False if it existed before."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     try:
         run_dir.mkdir()
@@ -332,13 +331,11 @@ def _port_of(address: str) -> int:
 
 @contextmanager
 def _held_port(wanted: int) -> Iterator[int]:
-    """Reserve a loopback port within the block; yield its number.
+    """Reserve a loopback port within the block, and yield its number.
 
-    The port is `wanted`, or another free port if `wanted` is in use.
-
-    Linux refuses a held port to a program that does not set SO_REUSEADDR, such as another
-    quickstart that chooses its ports. A node sets SO_REUSEADDR, so it can bind the held port too,
-    and only the node listens on it.
+    The port is `wanted`, or another free port if `wanted` is in use. Linux refuses a held port to a
+    program that does not set SO_REUSEADDR, such as another quickstart that chooses its ports. A
+    node sets SO_REUSEADDR, so it can bind the held port. Only the node listens on it.
     """
     with socket.socket() as holder:
         try:
@@ -413,7 +410,7 @@ def report_failure(
     run_dir: Path,
     console: Console,
 ) -> int:
-    """Print how the learner and the other nodes ended; return the exit code of this command.
+    """Print how the learner and the other nodes ended; return this command's exit code.
 
     Args:
         code: exit code of the learner, which is not 0.
@@ -459,7 +456,7 @@ def next_commands(config: Config) -> list[str]:
 def join_environment(config: Config) -> dict[str, str]:
     """Return the environment variable ECHO_JOIN with the run's join string.
 
-    The join string is not passed on a command line, where other users of the machine would see it.
+    The join string is not put on a command line, where other users of the machine would see it.
     Without encryption no variable is needed, and the result is empty.
     """
     if not config.security.curve:
@@ -520,8 +517,8 @@ def pass_on(number: int, learner: NodeProcess | None) -> None:
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
     """Wait for the learner to end and return its exit code.
 
-    Once all workers have failed, send the learner SIGTERM, so that it saves and ends; otherwise it
-    would wait for other workers for hours.
+    Once all workers have failed, send SIGTERM to the learner, so that it saves and ends. Otherwise
+    it would wait for other workers for hours.
     """
     reported: set[str] = set()
     workers = {node.name for node in nodes if node.role == "worker"}
@@ -541,7 +538,7 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
 def describe_end(node: NodeProcess) -> str:
     """Return text on how a node failed, with the last line of its output.
 
-    The text is "" while the node runs, and if it ended with exit code 0.
+    The text is "" while the node runs, and after it ended with exit code 0.
     """
     code = node.process.poll()
     if not code:
@@ -556,9 +553,8 @@ def describe_end(node: NodeProcess) -> str:
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
     """Wait `grace_s` for the nodes to end by themselves, then send SIGTERM twice, then SIGKILL.
 
-    On the first SIGTERM a worker stops its engine and saves unfinished rollouts. On the second
-    SIGTERM a worker ends its engine and its reward processes, which would outlive the worker if it
-    were killed.
+    On the first SIGTERM a worker stops its engine and saves unfinished rollouts. On the second it
+    ends its engine and its reward processes. They would outlive the worker if it were killed.
     """
     running = still_running(nodes, within_s=grace_s)
     for patience_s in (SAVE_S, STOP_S):
@@ -571,7 +567,7 @@ def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
 
 
 def still_running(nodes: Sequence[NodeProcess], *, within_s: float) -> list[NodeProcess]:
-    """Wait until all nodes have ended, at most `within_s`; return the nodes that still run."""
+    """Wait until all nodes have ended, at most `within_s`; return those that still run."""
     give_up_at = time.monotonic() + within_s
     running = []
     for node in nodes:

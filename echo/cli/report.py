@@ -1,4 +1,4 @@
-"""`echo-rl report RUN`: writes one HTML file about a run, and each of its figures as a PNG file.
+"""`echo-rl report RUN`: writes one HTML file about a run, and each figure as a PNG file.
 
 The command reads only the run's files, so the run may be finished, under way or crashed. The page
 loads nothing: it can be copied, sent, and opened without a network.
@@ -63,9 +63,9 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
-    """Return rollouts of the newest groups, from the best to the worst, or why there are none.
+    """Return rollouts of the newest groups, best first, or why there are none.
 
-    The groups of the last steps are taken first; groups that no step trained on are taken last.
+    Groups of the last steps come first. Groups that no step trained on come last.
     """
     stored = stored_groups(read_records(run_dir))
     stored.sort(key=lambda each: each.step or 0)

@@ -1,8 +1,8 @@
 """`echo-rl rollouts RUN`: shows the completions of a run with their rewards.
 
-The command reads the ledger and the group files of a run; the run may be under way. The learner
-deletes a group file when all its groups have ended and a new checkpoint has replaced the previous
-one, so the rollouts of earlier steps cannot be shown.
+The command reads the ledger and the group files of a run, which may be under way. The learner
+deletes a group file when all its groups have ended and a new checkpoint was written. So the
+rollouts of earlier steps cannot be shown.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUM_NEWEST = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print rollouts of a run, as the command line requests, and return the exit code."""
+    """Print rollouts of a run, as requested; return the exit code."""
     return run_command(_run, rollouts_parser().parse_args(argv))
 
 
@@ -79,7 +79,6 @@ def _is_asked_for(each: StoredGroup, arguments: Namespace) -> bool:
 def _none_found(
     arguments: Namespace, stored: Sequence[StoredGroup], chosen: Sequence[StoredGroup]
 ) -> str:
-    """Return text on why there is no rollout to show."""
     if not stored:
         return f"{arguments.run}: no group has been accepted yet"
     if chosen and arguments.grep is None:
@@ -99,7 +98,7 @@ def _none_found(
 
 
 def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Iterator[ShownRollout]:
-    """Yield NUM_NEWEST rollouts: those of the newest group first, then of the group before it."""
+    """Yield NUM_NEWEST rollouts: those of the newest group first, then earlier ones."""
     number = 0
     for each in reversed(stored):
         for rollout in rollouts_of(run_dir, [each], decode):
@@ -163,9 +162,9 @@ def _shown(
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the completion in parts. One version sampled a part, or the task inserted it.
+    """Yield the completion in parts, each sampled by one version or inserted by the task.
 
-    Within a part each token follows the one before it, so a branch of the tree begins a new part.
+    Within a part each token follows the one before it. So a branch of the tree begins a new part.
     """
     ids = [*group.prompt_ids.tolist(), *rollout.token_ids.tolist()]
     num_prompt = len(group.prompt_ids)
@@ -198,7 +197,7 @@ def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
 
 
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
-    """Return the rollouts that contain the --grep text: the best, the worst, random ones or all."""
+    """Return the rollouts with the --grep text: the best, the worst, random ones or all."""
     for name in ("best", "worst", "random"):
         number = getattr(arguments, name)
         if number is not None and number < 1:
@@ -215,7 +214,7 @@ def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollo
 
 
 def _row(rollout: ShownRollout) -> dict[str, Any]:
-    """Return a rollout as a dict, to be written as a row of JSON or Parquet."""
+    """Return a rollout as a row of JSON or Parquet."""
     low, high = rollout.staleness or (None, None)
     return {
         "group": rollout.group,

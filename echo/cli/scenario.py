@@ -1,4 +1,4 @@
-"""Scenario files, and the part of them that the simulator reads."""
+"""Scenario files, and the simulator's part of them."""
 
 from __future__ import annotations
 

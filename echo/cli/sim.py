@@ -1,7 +1,7 @@
 """`echo-rl sim SCENARIO`: the code of a run on virtual time.
 
 Nothing is rented, started or looked up. Learner, relays and workers run the role code of `echo-rl
-node`, all in this process. Only training, sampling, disk and network are replaced: each takes a
+node`, all in this process. Only training, sampling, disk and network are replaced. Each takes a
 simulated time.
 """
 
@@ -106,7 +106,7 @@ def sweep(
 
 
 def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
-    """Simulate the scenarios in parallel processes, one per core; return the summaries in order."""
+    """Simulate the scenarios in parallel, one process per core; return summaries in order."""
     num_processes = min(len(scenarios), os.cpu_count() or 1)
     if num_processes < 2:
         return [run_one(scenario) for scenario in scenarios]
@@ -235,12 +235,12 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
 
 
 def waits(summary: Summary) -> str:
-    """Return text on the share of time that the learner waits, for the summary and the plot."""
+    """Return text on the share of time that the learner waits."""
     return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
 
 
 def _events_text(summary: Summary) -> list[str]:
-    """Return lines on changes of the active workers: their number, and the last MAX_DECISIONS."""
+    """Return lines on changes of the active workers: their number, and the last ones."""
     lines = []
     if summary.cost_as_counted is not None:
         lines.append(
@@ -253,7 +253,7 @@ def _events_text(summary: Summary) -> list[str]:
 
 
 def prediction(scenario: Scenario, summary: Summary) -> Prediction:
-    """Return the overlap model's prediction for the fleet, given the measured broadcast time."""
+    """Return the overlap model's prediction, given the measured broadcast time."""
     job, counts = scenario.job, scenario.counts
     return predict(
         job,
@@ -266,9 +266,7 @@ def prediction(scenario: Scenario, summary: Summary) -> Prediction:
 
 
 def write_run(scenario: Scenario, summary: Summary, history: History, out: Path) -> list[Path]:
-    """Write metrics.jsonl with the rows that a real run would write, and the plot.
-
-    Return the paths of the files.
+    """Write metrics.jsonl with the rows of a real run, and the plot; return the paths.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -311,7 +309,7 @@ def write_run(scenario: Scenario, summary: Summary, history: History, out: Path)
 
 
 def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
-    """Return a step's row of metrics.jsonl, with the metric names that a real run uses."""
+    """Return a step's row of metrics.jsonl, with the metric names of a real run."""
     total = max(1e-9, step.tokens)
     row: dict[str, Any] = {
         "step": step.step,
@@ -332,7 +330,7 @@ def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
 
 
 def bill_row(bill: BillRecord | None) -> dict[str, Any]:
-    """Return the metrics of the costs that the learner counted at a step; empty without a bill."""
+    """Return the metrics of a step's costs; empty without a bill."""
     if bill is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""`echo-rl status`: prints the status of a run: the learner's answer, or the last saved status."""
+"""`echo-rl status`: prints the learner's status of a run, or the last saved status."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def present_status(target: Target) -> tuple[RunStatus, str]:
-    """Return the status of a run, and a line on its age; the line is "" if the learner answered.
+    """Return the status of a run, and a line on its age; "" if the learner answered.
 
     Raises:
         EchoError: if no learner answers, and no status was saved on this machine.
@@ -63,7 +63,7 @@ def present_status(target: Target) -> tuple[RunStatus, str]:
 def saved_status(target: Target, *, why: str) -> tuple[RunStatus, str]:
     """Return the last status that a run's learner saved, and a line for the user.
 
-    The line says how old the status is, and why the learner was not asked (`why`).
+    The line has the status's age, and `why`, the reason why the learner was not asked.
 
     Raises:
         DataError, StorageError: if there is no saved status, or the status cannot be read.

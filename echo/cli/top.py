@@ -48,7 +48,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 @contextlib.contextmanager
 def raw_keys(terminal: int) -> Iterator[None]:
-    """Within the block, a terminal sends each key at once, and does not show the key."""
+    """Make a terminal send each key at once, without showing it, within the block."""
     before = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
@@ -83,7 +83,7 @@ class TerminalWatcher:
         self._draw()
 
     def read_keys(self) -> list[Operation]:
-        """Read the pressed keys, and return the operations that the user has confirmed."""
+        """Return the operations that the user has confirmed by pressed keys."""
         assert self.keyboard is not None
         pressed = os.read(self.keyboard, 1024)
         operations = self._screen.press(pressed.decode(errors="replace") if pressed else "q")
@@ -95,12 +95,9 @@ class TerminalWatcher:
 
 
 class _Frame:
-    """The screen, laid out for the terminal's size at the time of drawing."""
-
     def __init__(self, screen: TopScreen) -> None:
         self._screen = screen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the screen for the console's present size and encoding."""
         view = self._screen.render(options.max_width, console.size.height - 1)
         yield InAscii(view) if options.ascii_only else view
