@@ -2,14 +2,14 @@
 
 The link carries the messages between a node and the learner. Its rules:
 
-* If the link is lost, or no message of the learner has arrived for `dead_after_s`, the node dials
-  the next address: the configured addresses in turn, and the learner's own address if a plan has
-  named it. So the workers of a dead relay find the learner by themselves.
+* The node dials the next address if the link is lost, or if no message of the learner has arrived
+  for `dead_after_s`. It dials the configured addresses in turn, and the learner's own address if a
+  plan has named it. So the workers of a dead relay find the learner by themselves.
 * After `reconnect_for_s` without the learner the node stops with an error that names remedies. It
   also stops once every address has refused it MAX_REFUSALS times in a row, because waiting cannot
-  help. An address refuses a node if it rejects the node's keys, speaks another protocol version, or
-  sends a Welcome that the learner has not signed (`roles/joining.py`). A single address that
-  refuses the node does not stop it, because a dishonest relay may answer there.
+  help. An address refuses a node in three cases: it rejects the node's keys, speaks another
+  protocol version, or sends a Welcome that the learner has not signed (`roles/joining.py`). One
+  address that refuses the node does not stop it, because a dishonest relay may answer there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOST_LINK = "lost link"
 
 
 class ControlLink:
-    """Dials the learner's addresses in turn, and ends the node if it cannot join at any of them."""
+    """Dials the learner's addresses in turn, and ends the node if it can join at none of them."""
 
     def __init__(
         self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float
@@ -69,12 +69,12 @@ class ControlLink:
 
     @property
     def peer(self) -> str:
-        """The peer id of the connection; "" while there is no connection."""
+        """The peer id of the connection; "" without a connection."""
         return "" if self._connection is None else self._connection.peer
 
     @property
     def node_id(self) -> str:
-        """The id of the node at the other end; "" until this node has answered."""
+        """The id of the node at the other end; "" until it has answered."""
         return "" if self._connection is None else self._connection.node_id
 
     def has(self, peer: str) -> bool:
@@ -101,7 +101,7 @@ class ControlLink:
             self._connection.peer = self._connection.peer or peer
 
     def connected(self, *, now: float) -> None:
-        """Record that the connection is open, for the first time or after an interruption."""
+        """Record that the connection is open, for the first time or again."""
         assert self._connection is not None
         self._connection.greeted_at = now
 
@@ -131,7 +131,7 @@ class ControlLink:
         return []
 
     def leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address, and dial the next one or stop the node.
+        """Count a refusal by the present address, and dial the next address or stop the node.
 
         The process that answers at the present address may be dishonest.
         """
@@ -167,11 +167,11 @@ class ControlLink:
 
     @property
     def silent_at(self) -> float:
-        """Time at which the learner counts as silent, unless a message from it arrives earlier."""
+        """Time at which the learner counts as silent if no message arrives from it."""
         return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:
-        """Return the time at which `expire` must be called next, while the node is not admitted.
+        """Return when `expire` must be called next, while the node is not admitted.
 
         If `is_leaving`, this is the time of the next repeat, because a leaving node does not give
         up.
@@ -198,12 +198,12 @@ class ControlLink:
         return actions + joining.repeat(now)
 
     def leave_silent(self, *, now: float) -> list[Action]:
-        """Warn and dial the next address: no message of the learner came for `dead_after_s`."""
+        """Warn and dial the next address, because the learner was silent for `dead_after_s`."""
         text = f"no message from the learner for {self.joining.dead_after_s:.0f} s"
         return [Note("warning", text, "silent learner"), *self.dial_next(now)]
 
     def _describe_failure(self) -> str:
-        """Return the error text for the operator: the learner cannot be reached, with remedies."""
+        """Return the operator's error text and remedies: the learner cannot be reached."""
         role, run_id = self._settings.role, self.joining.run_id
         since = f"run {run_id} last answered" if run_id else f"this {role} started"
         text = (

@@ -38,7 +38,7 @@ class FleetView:
     def versions(self) -> tuple[VersionStatus, ...]:
         """Return the status of the newest version, and of other versions that nodes fetch.
 
-        The newest version is meant for all active nodes. At most MAX_VERSIONS_LISTED versions are
+        All active nodes should get the newest version. At most MAX_VERSIONS_LISTED versions are
         included, the newest first.
         """
         newest = self._broadcast.newest_complete
@@ -61,7 +61,7 @@ class FleetView:
         Args:
             version: the version.
             fetching: the nodes that fetch it.
-            everyone: all nodes that the version is meant for. If empty, only the nodes of
+            everyone: all nodes that should get the version. If empty, only the nodes of
                 `fetching` count.
         """
         num_complete = sum(m.installed is not None and m.installed >= version for m in everyone)
@@ -76,7 +76,7 @@ class FleetView:
         )
 
     def _slowest_link(self, fetching: Sequence[Member]) -> LinkStatus | None:
-        """Return the link of the node that will be the last to finish; None if no node fetches."""
+        """Return the link of the node that will finish last; None if no node fetches."""
         payload = self._broadcast.payload
         num_bytes = 0 if payload is None else payload.num_bytes
         links = []
@@ -92,7 +92,7 @@ class FleetView:
         return max(links, key=_remaining_s, default=None)
 
     def observe(self) -> ObservedFleet:
-        """Return what the relays and active workers do now; explanations of waits use it."""
+        """Return the present work of the relays and active workers, to explain waits."""
         scheduler, settings = self._scheduler, self._scheduler.settings
         members = self._roster.active()
         workers = [member.worker for member in members if member.role == "worker"]
@@ -127,7 +127,7 @@ class FleetView:
         )
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
-        """Return one line about nodes that are dropped as silent; there must be at least one."""
+        """Return one line about nodes that are dropped as silent; there is at least one."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_LISTED:
             names[MAX_NAMES_LISTED:] = [f"{len(names) - MAX_NAMES_LISTED} others"]
@@ -141,7 +141,7 @@ class FleetView:
 
 
 def held_share(member: Member) -> float:
-    """Return the progress of a node's fetch: the share, 0..1, of the chunks that it has."""
+    """Return the share, 0..1, of the fetched version's chunks that a node has."""
     stats = member.stats
     return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
 

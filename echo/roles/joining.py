@@ -6,9 +6,9 @@ The node's end (`Joining.TABLE`):
                             ^                                           |                      |
                             +------------------ Rehello ----------------+----------------------+
 
-From any of these states `Lost` leads back to dialling; Refuse, Finish and `GaveUp` end the node. A
+From any of these states `Lost` leads back to dialling. Refuse, Finish and `GaveUp` end the node. A
 node that has already built its engine goes to readying at the Welcome. A second Welcome with other
-keys means that the learner was restarted: then the node sends another Hello. A Welcome with other
+keys means that the learner was restarted. Then the node sends another Hello. A Welcome with other
 settings ends the node.
 
 The learner's end (`Admission.TABLE`), for each node:
@@ -20,18 +20,18 @@ under the name of a silent process leads back to known. A node that sends messag
 it is admitted gets a Rehello.
 
 An event is a message, or a fact that an end observes by itself. Each end looks up the event in the
-row of its present state, changes to the entry's state, and calls the entry's method; no other code
-changes the state.
+row of its present state. It changes to the entry's state, and calls the entry's method. No other
+code changes the state.
 
-Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node that
-has none of these files inherits them from the learner (configuration and tokenizer, never code and
-never weights), so its hashes always match.
+Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node
+without these files inherits configuration and tokenizer from the learner, but never code or
+weights. So its hashes always match.
 
 Inherited files and settings are signed by the learner and verified before use, because any process
 with the run's secret may act as a relay and forward them. The join string contains the fingerprint
-of the learner's key, so a node has it before it receives anything. If no fingerprint is known
-(links without encryption, `security.curve = false`), a node can only check that the same key has
-signed all that it receives. Names of files come from a fixed table.
+of the learner's key, so a node has it before it receives anything. No fingerprint is known without
+encryption (`security.curve = false`). Then a node can only check that the same key has signed all
+that it receives. Names of files come from a fixed table.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ State = TypeVar("State", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[State]):
-    """The effect of an event in one state: change to the state `then`, if any; call `handle`."""
+    """The effect of an event in one state: the next state `then`, if any, and `handle`."""
 
     handle: Callable[..., list[Action]]
     then: State | None = None
@@ -131,12 +131,12 @@ Answer = TypeVar("Answer", Welcome, Refuse, Finish)
 
 
 def fingerprint(public_key: bytes) -> bytes:
-    """Return the fingerprint of a public signing key, FINGERPRINT_BYTES long."""
+    """Return the fingerprint of a public signing key."""
     return blake3(public_key, derive_key_context=_FINGERPRINT).digest(length=FINGERPRINT_BYTES)
 
 
 def show_fingerprint(value: bytes) -> str:
-    """Return a fingerprint as text, in the form that a join string has."""
+    """Return a fingerprint as text, as in a join string."""
     return base64.urlsafe_b64encode(value).decode().rstrip("=")
 
 
@@ -164,7 +164,7 @@ def _arriving(message: Any) -> Any:
 def answer_fault(
     answer: Welcome | Refuse | Finish, *, known: bytes | None
 ) -> tuple[str, str] | None:
-    """Return (reason, detail) if an answer's signature is at fault; None if it is valid.
+    """Return (reason, detail) if an answer's signature is wrong; None if it is valid.
 
     Args:
         answer: the answer as it arrived.
@@ -225,7 +225,7 @@ INHERITED_FILES = frozenset({
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a resume may not change.
 
-    All other settings are left out: a resumed learner may run on a machine with other paths, and
+    All other settings are left out. A resumed learner may run on a machine with other paths, and
     may expect other prompts.
     """
     settings = {name: value for name, value in settings.items() if name != EXPECTED}
@@ -243,7 +243,7 @@ class Configure(Action):
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Describe the hashes that differ between a node and the learner; None if none differs.
+    """Return text on the hashes that differ between a node and the learner, or None.
 
     A file is compared only if both sides have it. An empty hash means that a side lacks the file.
     """
@@ -266,7 +266,7 @@ def describe_assets(files: dict[str, bytes]) -> dict[str, tuple[str, int]]:
 
 
 class Assets:
-    """The files that a node is inheriting from the learner, and the inherited settings."""
+    """The files and settings that a node inherits from the learner."""
 
     def __init__(
         self,
@@ -353,7 +353,7 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Event: the control link is lost or given up; the next address is dialled until `retry_at`."""
+    """Event: the control link is lost; the next address is dialled until `retry_at`."""
 
     retry_at: float
 
@@ -367,12 +367,12 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class AnswerToAnother:
-    """Event: a Welcome answers another Hello, or an Admitted is for another process of the name."""
+    """Event: a Welcome answers another Hello, or an Admitted is for another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnotherChannel:
-    """Event: a second Welcome for the same Hello has other keys, so the learner was restarted."""
+    """Event: a second Welcome for the same Hello has other keys: the learner was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +385,7 @@ class UnfitWelcome:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """Event: this node cannot reach the learner, and trying again would not help."""
+    """Event: this node cannot reach the learner, and further attempts would not help."""
 
     reason: str
     error: EchoError
@@ -395,7 +395,7 @@ class JoiningRole(Protocol):
     """The role of a joining node, as `Joining` uses it."""
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to the learner; empty if there is no link."""
+        """Return the action that sends a message to the learner; empty without a link."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Handle a Welcome; a version of the weights has `version_bytes` on the wire."""
@@ -408,7 +408,7 @@ class JoiningRole(Protocol):
 
 
 class Joining:
-    """A node's end of the admission: its state, and what it sends and expects."""
+    """A node's end of the admission: its state, and the messages that it sends and expects."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, role: JoiningRole) -> None:
         self.settings = settings
@@ -444,9 +444,9 @@ class Joining:
         return self._take(self._classify(message), payload, now)
 
     def forgery(self, message: Message) -> tuple[str, str] | None:
-        """Return (reason, detail) if a message is a Welcome not signed by the learner, else None.
+        """Return (reason, detail) if a message is a Welcome that the learner has not signed.
 
-        No field of a Welcome may be used before this check.
+        Otherwise return None. No field of a Welcome may be used before this check.
         """
         fault = None
         if isinstance(message, Welcome):
@@ -485,11 +485,11 @@ class Joining:
         return message.answers == self.hello_hash and not is_late
 
     def linked(self, *, now: float) -> list[Action]:
-        """Send Hello over the control link that has just been established."""
+        """Send Hello over the control link that was just established."""
         return self._take(Linked(), [], now)
 
     def lost(self, *, retry_at: float, now: float) -> list[Action]:
-        """Record that the control link is lost and the next address is dialled until `retry_at`."""
+        """Record that the control link is lost; the next address is dialled until `retry_at`."""
         return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
@@ -501,7 +501,7 @@ class Joining:
         return self._take(GaveUp(reason, error), [], now)
 
     def _classify(self, message: Message) -> object:
-        """Return the event of a message: in most cases the message itself."""
+        """Return the event of a message, mostly the message itself."""
         match message:
             case Welcome() | Admitted() if message.incarnation != self.settings.incarnation:
                 return AnswerToAnother()
@@ -583,7 +583,7 @@ class Joining:
         )
 
     def _agree(self, message: Welcome) -> None:
-        """Seal later messages with the keys in `message`, a Welcome that the learner has signed."""
+        """Seal later messages with the keys in a signed Welcome."""
         theirs, channel = message.seal_key, self._channel_of(message)
         made = Channel(self.settings.seal_keys, theirs, channel, is_learner=False)
         if made.is_possible:
@@ -611,7 +611,7 @@ class Joining:
         ]
 
     def _prepare(self, message: Welcome, now: float) -> list[Action]:
-        """Fetch missing files, then build task and engine unless they are already built."""
+        """Fetch missing files, and then build task and engine unless they are built."""
         if self._digests is not None:
             return self.configured(self._digests, now=now)
         if not self._is_building:
@@ -621,7 +621,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
-        """Return (reason, detail) if this node cannot join by a signed Welcome, None if it can."""
+        """Return (reason, detail) if a signed Welcome does not fit this node, else None."""
         if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
             return (
                 "another_run",
@@ -778,7 +778,7 @@ class AdmissionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """Event: a Hello of a new process under the name of a process that has fallen silent."""
+    """Event: a Hello of a new process under the name of a silent process."""
 
     hello: Hello
     old: Member
@@ -786,7 +786,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class NameHeld:
-    """Event: a Hello under the name of another process that has sent a message recently."""
+    """Event: a Hello under the name of another process that sent a message recently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -814,7 +814,7 @@ class ReadyRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyOfAnother:
-    """Event: a Ready came from another process, and not from the process that got the Welcome."""
+    """Event: a Ready came from another process than the one that got the Welcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -836,7 +836,7 @@ class AdmittingRole(Protocol):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a Goodbye of a node, or another message that is not about joining."""
+        """Handle a node's Goodbye, or another message that is not about joining."""
 
 
 class Admission:
@@ -881,9 +881,9 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node sends, over a new link, a message that needs a Hello.
+        """Return whether a known node sends a message over a new link without a Hello.
 
-        Every message needs one, except the messages about joining.
+        Messages about joining need no Hello.
         """
         is_joining = isinstance(message, Hello | Ready | AssetRequest)
         return source in self.roster.nodes and not is_joining
@@ -892,10 +892,8 @@ class Admission:
         """Return whether a message comes from the process that holds the name `source`.
 
         If no process holds the name, the result is true. A Ready proves the name if it has the
-        incarnation of the process that holds the name; the caller has checked the seal.
-
-        A Hello with this incarnation proves the name only until a sealed message of the process has
-        arrived.
+        incarnation of the holding process. The caller has checked the seal. A Hello with this
+        incarnation proves the name only until a sealed message of the process has arrived.
         """
         member = self.roster.nodes.get(source)
         match message:
@@ -944,7 +942,7 @@ class Admission:
         return Presence.UNKNOWN if member is None else member.presence
 
     def _classify(self, source: str, message: Message, now: float) -> object:
-        """Return the event of a message: in most cases the message itself."""
+        """Return the event of a message, mostly the message itself."""
         match message:
             case Hello():
                 return self._classify_hello(source, message, now)
@@ -1075,10 +1073,7 @@ class Admission:
     def _on_full(
         self, source: str, member: None, event: RosterFull, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Ignore the Hello, and warn the operator.
-
-        The operator gets at most one such warning a minute, however many nodes send a Hello.
-        """
+        """Ignore the Hello, and warn the operator at most once a minute."""
         self.counters.add("refused/too_many_nodes")
         text = (
             f"{source} cannot join: {len(self.roster.nodes)} nodes are known, the most that a "

@@ -1,14 +1,14 @@
 """The learner's role: admits nodes, grants leases, receives groups, distributes weights.
 
-Theory of operation. The learner binds; all other nodes dial. Each routed message of a node is
-answered over the link on which it came, so a node may change its route (another relay, or none) at
+Theory of operation. The learner binds, and all other nodes dial. Each routed message of a node is
+answered over the link on which it came. So a node may change its route (another relay, or none) at
 any time.
 
 No method waits. If something is not possible now, a later heartbeat, result or step makes it
-possible, and then it is done. A message does not grant groups by itself: it marks a round of grants
+possible, and then it is done. A message does not grant groups by itself. It marks a round of grants
 as due, and `expire` makes the round. So if the round fails, the message has still been handled in
-full. The role reads the size of `buffer`; the caller of the role puts groups into the buffer and
-takes them out.
+full. The role reads the size of `buffer`. Its caller puts groups into the buffer and takes them
+out.
 
 Its parts:
 
@@ -22,8 +22,8 @@ Its parts:
     leases/results.py      judges results
     weights/broadcast.py   distributes the weights along the plan
 
-Its shell (`runtime/learner/node.py` and its parts, or a simulation) reports what it has done as
-events, which `Learner.handle` looks up in one table:
+Its shell is `runtime/learner/node.py` and its parts, or a simulation. The shell reports what it has
+done as events, which `Learner.handle` looks up in one table:
 
     GrantsDue          grants for new prompts, or in place of groups that have left the buffer
     GrantsStopped      no further grants
@@ -150,7 +150,7 @@ class StepTaken:
 
 @dataclass(frozen=True, slots=True)
 class StandbyChosen:
-    """Event: the workers with these names shall be on standby, and no other workers."""
+    """Event: these workers, and no others, shall be on standby."""
 
     names: frozenset[str]
 
@@ -164,7 +164,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class HoldChosen:
-    """Event: the operator has chosen `hold` for a node; None gives the node back to the run."""
+    """Event: the operator has chosen `hold` for a node; None gives it back to the run."""
 
     node_id: str
     hold: Hold | None
@@ -245,7 +245,7 @@ class Learner(Role):
     # --- links and messages ----------------------------------------------------------------------
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Forget a lost link; nodes behind it are dropped only after `dead_after_s` of silence."""
+        """Forget a lost link; nodes behind it are dropped after `dead_after_s` of silence."""
         if peer in self.viewers:
             self.viewers.disconnected(peer)
             return []
@@ -254,11 +254,11 @@ class Learner(Role):
         return self.broadcast.remove_child(peer, now=now)
 
     def guest_connected(self, peer: str, user: str, *, now: float) -> list[Action]:
-        """Admit a viewer; none of its messages reaches another part of this role."""
+        """Admit a viewer, whose messages reach no other part of this role."""
         return self.viewers.connected(peer, user, now=now)
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle one message; a peer's mistake is counted and noted, and raises no exception."""
+        """Handle a message; a peer's mistake is counted and noted, and raises no exception."""
         if peer in self.viewers:
             return self.viewers.receive(peer, frames, now=now)
         try:
@@ -270,9 +270,9 @@ class Learner(Role):
             return self._peer_faults.note(source, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the node that sent a message; if the message concerned only the link, drop the link.
+        """Drop the node that sent a message; without a node, drop the link.
 
-        A relay's link stays open for the other nodes behind it; the dropped node must send Hello
+        A relay's link stays open for the other nodes behind it. The dropped node must send Hello
         again. Plans and grants follow when the next deadline is due.
         """
         self.counters.add("internal_errors")
@@ -323,8 +323,8 @@ class Learner(Role):
         """Handle a message that names a node as its source.
 
         A node's messages are accepted and answered over the link on which its process has joined. A
-        message under the node's name over another link is answered over this other link. Such a
-        message changes nothing unless the node's process has sealed the message.
+        message under the node's name over another link is answered over that link. It changes
+        nothing unless the node's process has sealed it.
         """
         source = envelope.source
         try:
@@ -371,7 +371,7 @@ class Learner(Role):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a Goodbye of a node, or another message that is not about joining."""
+        """Handle a node's Goodbye, or another message that is not about joining."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -436,7 +436,7 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """The error that keeps the learner from making prompts and granting groups; else None."""
+        """The error that stops the learner from making prompts, or None."""
         return self.scheduler.prompt_fault
 
     def validate(self) -> None:
@@ -486,7 +486,7 @@ class Learner(Role):
         return self._acknowledge(event.group_id, is_useful=True, now=now)
 
     def _on_discarded(self, event: GroupDiscarded, now: float) -> list[Action]:
-        """Record the end of a group from which nothing can be learned; acknowledge the group."""
+        """Record the end of a useless group, and acknowledge it."""
         self.counters.add(f"discarded/{event.reason}")
         end = Discarded(group=event.group_id, reason=event.reason, step=self.step)
         acknowledgement = self._acknowledge(event.group_id, is_useful=False, now=now)
@@ -506,14 +506,14 @@ class Learner(Role):
         """Put exactly the workers of the event on standby; return no action if nothing changes.
 
         A worker on standby keeps its control link and its heartbeats, so one message can activate
-        it. It gets no new leases, and finishes and delivers the groups that it has. It gets no
-        weights either (`weights/topology/plan.py`): they would cost traffic, and the broadcast
-        would take as long as for all workers. A worker that is activated again fetches, like a late
-        joiner, the cheapest of image, keyframe and deltas, and gets leases once it has installed
-        the version.
+        it. It gets no new leases, and finishes and delivers the groups that it has.
+
+        It gets no weights either (`weights/topology/plan.py`). They would cost traffic, and the
+        broadcast would take as long as for all workers. When the worker is activated again, it
+        fetches like a late joiner, and gets leases once it has installed the version.
 
         The plan of a worker on standby says so, and names no parents. The plan is repeated at each
-        heartbeat until the worker follows it, so a lost plan does no harm.
+        heartbeat until the worker follows it. So a lost plan does no harm.
         """
         changed = False
         for member in self.roster.members("worker"):
@@ -528,9 +528,9 @@ class Learner(Role):
         return self._grant(now)
 
     def _on_hold(self, event: HoldChosen, now: float) -> list[Action]:
-        """Put a node on standby, drain it, or give it back to the run, as the operator has chosen.
+        """Put a node on standby, drain it, or give it back to the run, as the operator chose.
 
-        A node that is drained is on standby until it has nothing left to do, and then gets Finish.
+        A node that is drained is on standby until it has nothing left to do. Then it gets Finish.
         """
         self.roster.hold(event.node_id, event.hold)
         return [*self.plans.replan(now), *self._grant(now)]
@@ -560,17 +560,17 @@ class Learner(Role):
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` must be called next; None if nothing is scheduled."""
+        """The time at which `expire` must be called next; None if nothing is due."""
         paced = earliest(self.plans.deadline, self._grants.deadline)
         paced = earliest(paced, self.scheduler.just_in_time.deadline)
         paced = earliest(paced, self.viewers.deadline)
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Drop nodes that are silent and leases without progress.
+        """Drop nodes that are silent, and leases without progress.
 
-        One plan and one round of grants follow, however many nodes are silent: the cost of a plan
-        grows with the fleet, and hundreds of nodes fall silent together if a region is cut off.
+        One plan and one round of grants follow, however many nodes are silent. The cost of a plan
+        grows with the fleet. If a region is cut off, hundreds of nodes fall silent together.
         """
         children = self.broadcast.tend(now=now)
         actions: list[Action] = []
@@ -620,7 +620,7 @@ class Learner(Role):
 
 
 def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Return a warning about a version that a worker's engine refuses; each refusal warns once."""
+    """Return a warning about a version that a worker's engine refuses, once for each."""
     stats, known = message.stats, member.stats
     version = stats.refused_version
     if version is None or (version, stats.refusal) == (known.refused_version, known.refusal):

@@ -3,7 +3,7 @@
 A node is **known** after its Hello, a **member** after a Ready with the right hashes, and **gone**
 after its Goodbye or `dead_after_s` of silence. Its name belongs to one incarnation (one start of
 one process) at a time. After a quick restart the new incarnation waits until the old one has been
-silent for two heartbeats. If both keep sending messages, two processes have the same name, and the
+silent for two heartbeats. If both keep sending messages, two processes have the same name. Then the
 newer one is refused.
 """
 
@@ -42,7 +42,7 @@ IDLE = "waiting for leases"
 """The reported state of a worker without leases."""
 
 Hold = Literal["standby", "drain"]
-"""What an operator has chosen for a node: to keep it on standby, or to let it finish and leave."""
+"""An operator's choice for a node: keep it on standby, or let it finish and leave."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
 """How to treat a Hello, which claims the name of its node."""
@@ -137,12 +137,12 @@ class Member:
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version that a worker samples from, or that a relay holds; None if there is none."""
+        """The version that a worker samples from, or that a relay holds; None without one."""
         return self.node.installed
 
     @property
     def is_standby(self) -> bool:
-        """Whether the node is a worker on standby, which gets neither leases nor weights."""
+        """Whether the node is a worker on standby, without leases and weights."""
         return self.node.is_standby
 
     def rates(self) -> tuple[float, float, float]:
@@ -187,7 +187,7 @@ class Member:
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> ObservedNode:
-        """Return what is known of an active node; explanations of waits use it."""
+        """Return the facts about an active node, to explain waits."""
         stats = self.stats
         write_s = self.mean_s("weights/busy_ms", per="bytes_received")
         return ObservedNode(
@@ -252,7 +252,7 @@ class Member:
 
 
 def num_errors(counts: Mapping[str, int]) -> int:
-    """Return the sum of a heartbeat's counters that count failed groups, calls and messages."""
+    """Return the sum of a heartbeat's counters of failed groups, calls and messages."""
     return sum(n for name, n in counts.items() if name.startswith(ERROR_COUNTS))
 
 
@@ -275,25 +275,25 @@ class Roster:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which the next node counts as gone if it stays silent; None if none is known."""
+        """Time at which the next silent node counts as gone; None without nodes."""
         return self._deadlines.first
 
     def deadline_of(self, member: Member) -> float | None:
-        """Return the time at which a node counts as gone; None if it is gone already."""
+        """Return the time at which a node counts as gone; None if it is already gone."""
         is_here = self.nodes.get(member.node_id) is member
         return member.last_seen_at + self.dead_after_s if is_here else None
 
     def channel_of(self, node_id: str) -> Channel | None:
-        """Return the channel in which messages to a node are sealed; None if none is agreed on."""
+        """Return the channel that seals messages to a node; None without one."""
         member = self.nodes.get(node_id)
         return None if member is None else member.seals.proven
 
     def members(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes, either all or only the nodes with this role."""
+        """Return the admitted nodes, all or only those with this role."""
         return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
     def active(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes, of all roles or only of `role`, without workers on standby."""
+        """Return the admitted nodes without workers on standby, all or only those of `role`."""
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
@@ -311,15 +311,15 @@ class Roster:
         member.presence = to
 
     def take_counts_left(self) -> dict[str, Mapping[str, int]]:
-        """Return node id -> last reported counters, for workers that left since the last call."""
+        """Return node id -> last counters of workers that left since the last call."""
         left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
         return left
 
     def hold(self, node_id: str, hold: Hold | None) -> None:
-        """Record what the operator has chosen for a node; None gives the node back to the run.
+        """Record the operator's choice for a node; None gives the node back to the run.
 
-        The choice also applies to later processes of this name. But once the node has been drained,
-        the choice ends with the present process.
+        The choice also applies to later processes of this name. Once the node has been drained, the
+        choice ends with the present process.
         """
         if hold is None:
             self._holds.discard(node_id)
@@ -344,7 +344,7 @@ class Roster:
         return all(node.stats.parent != member.node_id for node in nodes)
 
     def release(self, member: Member) -> None:
-        """Record that the machine of a node was given back, so that it no longer costs money."""
+        """Record that a node's machine was given back, so that it no longer costs money."""
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
@@ -366,7 +366,7 @@ class Roster:
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Return the nodes that have been silent for `dead_after_s`; no node is returned twice."""
+        """Return the nodes that have been silent for `dead_after_s`, each node once."""
         return self._deadlines.take_due(now=now)
 
 
@@ -399,7 +399,7 @@ class Shutdown:
         self._routes = routes
 
     def finish(self, reason: str) -> list[Action]:
-        """Send Finish with `reason` to all nodes; to relays only once all other nodes have gone."""
+        """Send Finish with `reason` to all nodes, but to relays only after all others have gone."""
         self.reason = reason
         return self.send_finish()
 
@@ -422,7 +422,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether a node may leave: no Finish for another node passes through this node."""
+        """Return whether no Finish for another node passes through this node."""
         return (
             self.is_last_call
             or member.role != "relay"

@@ -1,17 +1,17 @@
 """The role of a dialling node: its control link, weights link, heartbeats and timeouts.
 
-Relays and workers share this role. A node has two outbound links. The **control link**, dialled to
-one of the configured addresses (the learner's or a relay's), carries routed messages to and from
-the learner. Over the **weights link**, dialled to the parent that the learner's plan names, the
-node fetches chunks. Each link is replaced independently, and the node goes on working while a link
-is lost.
+Relays and workers share this role. A node has two outbound links. The **control link** carries
+routed messages to and from the learner. It is dialled to one of the configured addresses, which are
+the learner's or a relay's. Over the **weights link** the node fetches chunks. It is dialled to the
+parent that the learner's plan names. Each link is replaced independently, and the node goes on
+working while a link is lost.
 
 The states of a node and the events that change them are a table (`roles/joining.py`). The rules of
 the links:
 
-* The message of a state is repeated every `retry_s` until the node enters the next state. While
-  task and engine are being built (which can take minutes) Hello is repeated once per heartbeat
-  interval, so that node and learner each know that the other is alive.
+* The message of a state is repeated every `retry_s` until the node enters the next state. Task and
+  engine can take minutes to build. Meanwhile Hello is repeated once per heartbeat interval, so that
+  node and learner each know that the other is alive.
 * The control link goes from address to address until it finds the learner (`roles/control.py`).
 * A Welcome ends the node if it is of another run, or has other settings or other hashes, because
   retrying cannot help.
@@ -123,7 +123,7 @@ class DialingRole:
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the version in use (on a relay the newest complete version); None without one."""
+        """Return the version in use, on a relay the newest complete one; None without one."""
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:
@@ -135,7 +135,7 @@ class DialingRole:
         return ()
 
     def stats(self) -> NodeStats:
-        """Return the status of this node that a heartbeat reports."""
+        """Return the status that a heartbeat reports."""
         version, num_held, num_chunks = self.broadcast.progress()
         return NodeStats(
             state="relaying",
@@ -153,7 +153,7 @@ class DialingRole:
         )
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle the arrival of the last part of a version of the weights."""
+        """Handle the arrival of a version's last part."""
         return []
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
@@ -179,7 +179,6 @@ class DialingRole:
         return self.HANDLERS[type(event)](self, event, now)
 
     def _on_started(self, event: Started, now: float) -> list[Action]:
-        """Dial the first address of the learner."""
         return self.control.begin(now=now)
 
     def dialled(self, address: str, purpose: str, peer: str) -> None:
@@ -190,7 +189,7 @@ class DialingRole:
             self._weights.dialled(address, peer)
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Send Greet over a dialled link that was connected, for the first time or again."""
+        """Send Greet over a dialled link that is connected, for the first time or again."""
         if self.control.has(peer):
             self.control.connected(now=now)
             return [self._greet(peer, "control")]
@@ -344,7 +343,8 @@ class DialingRole:
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
         """Handle a message of the learner about plans or its progress.
 
-        Raises RemoteProtocolError for any other message.
+        Raises:
+            RemoteProtocolError: for any other message.
         """
         match message:
             case TopologyPlan():
@@ -357,7 +357,7 @@ class DialingRole:
     # --- joining ---------------------------------------------------------------------------------
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends the learner a message; empty while there is no link."""
+        """Return the action that sends a message to the learner; empty without a link."""
         if not self.control.node_id:
             return []
         frames = encode(
@@ -373,13 +373,13 @@ class DialingRole:
         return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Measure the uplink while the engine is built; the plan after admission needs the rate."""
+        """Measure the uplink while the engine is built, because the next plan needs its rate."""
         self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Make a heartbeat due at once, after the first or a later admission of this node."""
+        """Make a heartbeat due at once, after an admission of this node."""
         self._heartbeat_at = now
         self._weights.new_learner()
         where = f"{self.control.address} ({self.control.node_id})"
@@ -394,7 +394,7 @@ class DialingRole:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` must be called next; None if nothing is scheduled."""
+        """The time at which `expire` must be called next; None if nothing is due."""
         own: tuple[float, ...] = ()
         if self.is_admitted:
             own = (self._heartbeat_at, self.control.silent_at)
@@ -418,7 +418,7 @@ class DialingRole:
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Send the learner a heartbeat with this node's state at once."""
+        """Send a heartbeat with this node's state to the learner at once."""
         self._beat_at, self._heartbeat_at = now, now + self.joining.heartbeat_s
         beat = Heartbeat(
             installed=self.version_in_use(),
@@ -451,16 +451,16 @@ class Role(Protocol):
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` must be called next; None if nothing is scheduled."""
+        """The time at which `expire` must be called next; None if nothing is due."""
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
         """Handle an event that the shell reports; each role has a table of these events."""
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message from the peer, given as the message's frames."""
+        """Handle a message from the peer, given as frames."""
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the node or link that sent a message whose handling raised an unexpected exception.
+        """Drop the node or link whose message has raised an unexpected exception.
 
         This method does not decode the message, which may have caused the exception.
         """

@@ -1,9 +1,9 @@
 """The learner's part in planning the broadcast: when to plan, and which nodes get new parents.
 
 `weights/topology/plan.py` computes the plan. This module requests a plan from the measured uplinks,
-and sends each node its part of the plan if the node's parents have changed. In a large fleet at
-least PLAN_S seconds per node pass between two plans. So planning takes only a bounded share of the
-time.
+and sends each node its part of the plan if the node's parents have changed. At least PLAN_S seconds
+per node pass between two plans. So planning takes only a bounded share of the time, also in a large
+fleet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Publishing:
 
 
 class Plans:
-    """Plans the broadcast when it is due, and sends each node its new parents."""
+    """Plans the broadcast when it is due, and sends new parents to the nodes."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Plans:
     # --- what heartbeats and probes show ---------------------------------------------------------
 
     def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
-        """Record a heartbeat's measurements of links; the learner calls this before `Member.beat`.
+        """Record a heartbeat's measurements of links, before `Member.beat`.
 
         Returns the actions of a probe, if one is begun.
         """
@@ -124,7 +124,7 @@ class Plans:
     def repeat(self, member: Member) -> list[Action]:
         """Send a node its plan again if it reports another parent than the planned one.
 
-        The plan may have been lost; repeating it is harmless.
+        The plan may have been lost. Repeating it is harmless.
         """
         plan = member.node.plan
         if plan is None or member.stats.parent == plan.first_parent:
@@ -135,7 +135,8 @@ class Plans:
     def _probe(self, member: Member, now: float) -> list[Action]:
         """Begin to measure the learner's uplink to a node that has reported its own uplink.
 
-        No probe is sent while weights are sent: it would measure only the bandwidth that is left.
+        No probe is sent while weights are sent, because it would measure only the remaining
+        bandwidth.
         """
         peer = self._routes.peer_of(member.node_id)
         is_shown = member.stats.uplink_bytes_per_s is not None

@@ -1,9 +1,9 @@
 """The relay's role: forwards routed messages without decoding them.
 
 A routed message for the learner is sent over the relay's control link. A routed message for a node
-is sent over the link on which this node's last message came. A message that cannot be forwarded is
-dropped and counted: its sender repeats every message that matters (`wire/messages.py`). So a relay
-keeps no copies, and its death costs only time.
+is sent over the link on which this node's last message came. If a message cannot be forwarded, it
+is dropped and counted. Its sender repeats every message that matters (`wire/messages.py`). So a
+relay keeps no copies, and its death costs only time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ bytes."""
 
 
 class Relay(DialingRole):
-    """A dialling role that forwards routed messages from other nodes and to other nodes."""
+    """A dialling role that forwards routed messages from and to other nodes."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         super().__init__(settings, broadcast, now=now)
@@ -31,7 +31,7 @@ class Relay(DialingRole):
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
-        """Forward a routed message towards its target; drop it if there is no route."""
+        """Forward a routed message towards its target; drop it without a route."""
         onward = forwarded(envelope, frames[1:])
         if envelope.target == LEARNER_ID:
             self._routes[envelope.source] = peer

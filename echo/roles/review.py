@@ -14,7 +14,7 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class ReviewDue:
-    """Event: the learner waits for a batch; the review sets workers aside or admits them again."""
+    """Event: the learner waits for a batch, so workers may be set aside or admitted again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful group that do not count as zero-signal groups."""
+        """Number of groups since the last useful one that do not count as zero-signal groups."""
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:

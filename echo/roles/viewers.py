@@ -1,9 +1,9 @@
 """Viewers: the guests that watch a run, and those that operate it.
 
-A viewer dials the learner with one of two keys (`net/curve.py`). A viewer with the key "view" may
-only read. A viewer with the key "operate" may also command. So the transport knows the viewer's
-rights before the first message. Viewers are not nodes. Their messages come to this module and to no
-other part of the role.
+A viewer dials the learner with one of two keys (`net/curve.py`). With the key "view" it may only
+read. With the key "operate" it may also command. So the transport knows the viewer's rights before
+the first message. Viewers are not nodes. Their messages come to this module and to no other part of
+the role.
 
 A viewer costs the learner little, whatever it sends or does not read:
 
@@ -130,7 +130,7 @@ class Viewers:
     # --- messages --------------------------------------------------------------------------------
 
     def receive(self, peer: str, frames: Sequence[Frame], *, now: float) -> list[Action]:
-        """Handle a message of a viewer; disconnect the viewer if the message breaks the rules."""
+        """Handle a viewer's message; disconnect the viewer if the message breaks the rules."""
         viewer = self._viewers[peer]
         elapsed_s, viewer.received_at = now - viewer.received_at, now
         grown = viewer.budget + MAX_MESSAGES_PER_S * elapsed_s
@@ -168,7 +168,6 @@ class Viewers:
         return [*notes, self._send(peer, outcome)]
 
     def _drop(self, peer: str, why: str, now: float) -> list[Action]:
-        """Disconnect a viewer that has broken the rules."""
         viewer = self._viewers.pop(peer)
         self._counters.add("viewers/disconnected")
         text = f"disconnected a viewer with the key {viewer.user!r}: {one_line(why)}"
@@ -198,7 +197,7 @@ class Viewers:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which `expire` has a status to make or a silent viewer; None without viewers."""
+        """Time at which a status is due or a viewer counts as silent; None without viewers."""
         viewers = self._viewers.values()
         silent_at = min((each.received_at for each in viewers), default=None)
         made_at = self._made_at + STATUS_S if any(each.is_waiting for each in viewers) else None

@@ -102,9 +102,7 @@ class Departure:
         return [Note("info", text)]
 
     def is_due(self, *, lost_at: float, now: float) -> bool:
-        """Return whether a limit of the terms has passed; if so, set `reason`.
-
-        The worker must then leave.
+        """Return whether the worker must leave because a limit has passed; if so, set `reason`.
 
         Args:
             lost_at: the time at which the learner was last known to be reachable.
@@ -137,14 +135,14 @@ class Departure:
         return True
 
     def finish(self, *, is_busy: bool, now: float) -> list[Action]:
-        """Return Drained, and Release if due, once the worker is not busy or has waited DRAIN_S."""
+        """Return Drained, and Release if due, once the worker is idle or has waited DRAIN_S."""
         if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
             return []
         self.state = DepartureState.DRAINED
         return [Drained(), Release(self.reason)] if self.reason else [Drained()]
 
     def deadline(self, *, lost_at: float) -> float:
-        """Return when the present wait ends; in the state `staying`, when the next limit passes."""
+        """Return when the present wait ends; in the state `staying`, when a limit passes."""
         match self.state:
             case DepartureState.STAYING:
                 return min(self._release_times(lost_at))

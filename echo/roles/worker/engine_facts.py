@@ -1,4 +1,4 @@
-"""Facts about a worker's engine and task that the decisions of its role need."""
+"""Facts about a worker's engine and task, for the decisions of its role."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sampler = Literal["engine", "episodes", "agents"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """The facts about a worker's engine and task that the decisions of its role need."""
+    """The facts about a worker's engine and task, for the decisions of its role."""
 
     group_size: int
     groups_per_batch: int
@@ -51,7 +51,7 @@ class EngineFacts:
 
     @property
     def num_places(self) -> int:
-        """Number of groups that the engine is given at the same time."""
+        """Number of groups that are in the engine at the same time."""
         return self._num_over if self.is_continuous else self.groups_per_batch
 
     @property

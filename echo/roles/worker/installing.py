@@ -1,8 +1,8 @@
 """The versions in a worker's engine: which is installed next, and which one samples a group.
 
-The newest complete version is installed in flight: no rollout has to end for it, and each token
-records the version that sampled it. If the engine refuses a version, the one before it stays in
-use; the refused version is tried again after INSTALL_AGAIN_S unless a newer one comes first.
+The newest complete version is installed in flight. No rollout has to end for it, and each token
+records the version that sampled it. If the engine refuses a version, the previous version stays in
+use. The refused version is tried again after INSTALL_AGAIN_S unless a newer one comes first.
 
 In two cases the engine has to be empty first (`EngineVersions.is_held`):
 
@@ -10,9 +10,9 @@ In two cases the engine has to be empty first (`EngineVersions.is_held`):
 * `one_version`, with an engine that holds one version: the running groups are finished first.
 
 An engine may hold several versions side by side (adapters in vLLM). Then each call names the
-version that samples it: the newest for a new group, and for a continued group the version that
-began it, so that no group mixes versions. A group is sampled from the start if its version is too
-old to be trained on, or has left the engine.
+version that samples it. A new group gets the newest version. A continued group gets the version
+that began it, so no group mixes versions. If that version is too old to be trained on, or has left
+the engine, the group is sampled from the start.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from echo.roles.worker.engine_facts import EngineFacts
 from echo.wire.actions import Action
 
 INSTALL_AGAIN_S = 30.0
-"""Seconds after which a version that could not be installed is tried again, if it is still newest.
+"""Seconds after which a version that could not be installed is tried again, if still newest.
 
-Without another attempt a run could stop: if every worker refuses the newest version, and their
+Without another attempt a run could stop. If every worker refuses the newest version, and their
 installed versions are too old to train on, the learner never publishes a newer version.
 """
 MAX_REFUSAL_LENGTH = 500
@@ -66,7 +66,7 @@ class InstallMissed:
 
 @dataclass(frozen=True, slots=True)
 class EngineDamaged:
-    """Event: the memory of the installed version is damaged, so nothing may be sampled from it."""
+    """Event: the installed version's memory is damaged, so nothing may be sampled from it."""
 
 
 InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
@@ -74,7 +74,7 @@ InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
 
 @dataclass(frozen=True, slots=True)
 class LearnerProgress:
-    """The learner's progress, as the worker knows it from the learner's messages."""
+    """The learner's progress, as its messages report it to the worker."""
 
     step: int
     """Number of optimizer steps done."""
@@ -83,7 +83,7 @@ class LearnerProgress:
 
 
 class EngineVersions:
-    """Decides which version is installed next, and which installed version samples a group."""
+    """Decides which version is installed next, and which version samples a group."""
 
     def __init__(self, engine: EngineFacts) -> None:
         """Start with an engine that holds no version."""
@@ -171,7 +171,7 @@ class EngineVersions:
         )
 
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
-        """Return the only version that may sample a group; None if any installed version may."""
+        """Return the only version that may sample a group; None if any installed one may."""
         if not self.has_several:
             return self.installed if self.waits_for_whole else None
         begun = {version for member in group.members for version in member.versions}

@@ -48,10 +48,10 @@ class GroupFinished:
 
 
 class Outcomes:
-    """Turns the outcomes of groups into results, which the worker delivers to the learner."""
+    """Turns the outcomes of groups into results for the learner."""
 
     def __init__(self, held: HeldLeases, counters: Counters, *, worker_id: str) -> None:
-        """Report, in the name of worker `worker_id`, the outcomes of the leases in `held`."""
+        """Report the outcomes of the leases in `held`, in the name of worker `worker_id`."""
         self._held, self._counters, self._worker_id = held, counters, worker_id
 
     def scored(self, event: GroupScored, *, stale_tokens: StaleTokens, now: float) -> list[Action]:
@@ -68,7 +68,7 @@ class Outcomes:
         return self.finished(GroupFinished(finished), now=now)
 
     def finished(self, event: GroupFinished, *, now: float) -> list[Action]:
-        """Deliver a finished group; if the group is too large for a message, report a failure."""
+        """Deliver a finished group; if it is too large for a message, report a failure."""
         group = event.group
         held = self._held.get((group.group_id, group.attempt))
         if held is None:

@@ -2,22 +2,24 @@
 
 An engine that takes requests at any time gets one call per group, as soon as it has a free place.
 Any other engine gets one batch of groups after another. A batch lasts as long as its longest
-rollout, and towards its end only few of its rows are busy. So with `over_submission` = f > 1
-(active partial rollouts, APRIL) a batch of N groups is recalled once N / f of its groups are whole,
-if other groups wait. (A group is whole when all its rollouts have ended.) Unfinished groups keep
-their tokens, log-probabilities and versions. They are continued in the next batch with the newest
-weights, before new groups, oldest first. A continued group takes only the rows of its unfinished
-rollouts; new groups take the remaining rows. A whole group is scored and delivered at once, without
-waiting for its batch. An engine that takes requests at any time has no batch: it is given f times
-the number of groups that its memory holds, so that its queue never becomes empty while long
-rollouts keep their places.
+rollout, and towards its end only few of its rows are busy.
+
+So with `over_submission` = f > 1 (active partial rollouts, APRIL) a batch of N groups is recalled
+early, if other groups wait. This happens once N / f of its groups are whole. A group is whole when
+all its rollouts have ended. Unfinished groups keep their tokens, log-probabilities and versions.
+They are continued in the next batch with the newest weights, before new groups, oldest first. A
+continued group takes only the rows of its unfinished rollouts. New groups take the remaining rows.
+A whole group is scored and delivered at once, without waiting for its batch.
+
+An engine that takes requests at any time has no batch. It is given f times the number of groups
+that its memory holds. So its queue never becomes empty while long rollouts keep their places.
 
 A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's own file and sent
 to the learner, and its groups are continued in a new call. So a worker that is killed loses at most
 `ship_s` seconds of sampling.
 
-If a call of several groups raises an error, its groups are sampled again in calls of half the size,
-until the group that causes the error is alone and fails.
+If a call of several groups raises an error, its groups are sampled again in calls of half the size.
+In the end the group that causes the error is alone and fails.
 
     Sample   ->  MembersGrown or NonfiniteFound, for each group as it grows;
                  then CallReturned, CallRefused or CallRaised
@@ -55,7 +57,7 @@ class EngineCall:
     """A call of the engine: the groups that it samples, and its progress.
 
     Only the sampler's thread writes `seen_tokens` and `seen_signs`, at any time. The loop's thread
-    writes all other fields; `credit` adds the counts of the sampler's thread to them.
+    writes all other fields. `credit` adds the counts of the sampler's thread to them.
     """
 
     groups: list[PartialGroup]
@@ -86,7 +88,7 @@ class EngineCall:
         self.seen_signs += number
 
     def credit(self) -> None:
-        """Credit every group with the signs of life since the last call of this method.
+        """Credit every group with the signs of life since the last call.
 
         The worker calls this before each heartbeat.
         """
@@ -134,7 +136,7 @@ class Score(Action):
 
 @dataclass(frozen=True, slots=True)
 class MembersGrown:
-    """Event: the engine has sampled more tokens of a group, which now has the `members`."""
+    """Event: the engine has sampled more tokens of a group, which now has these members."""
 
     call: EngineCall
     group: PartialGroup
@@ -169,8 +171,8 @@ class CallRefused:
 class CallRaised:
     """Event: a call has raised an error.
 
-    If the engine is no longer usable, this worker ends, and the learner grants the groups of all
-    its calls to other workers. The learner counts how many engines a group has made unusable.
+    If the engine is no longer usable, this worker ends. The learner grants the groups of all its
+    calls to other workers. The learner counts how many engines a group has made unusable.
     """
 
     call: EngineCall
@@ -195,7 +197,7 @@ class NoResult:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision: hand `groups` to other workers; none of these groups is in the engine."""
+    """Decision: hand `groups` to other workers; none of them is in the engine."""
 
     groups: Sequence[PartialGroup]
 
@@ -408,7 +410,7 @@ class EngineCalls:
                 return self._on_raised(event)
 
     def _on_grown(self, event: MembersGrown) -> list[Decision]:
-        """Store the members of a group, and have the group scored once all members have ended."""
+        """Store a group's members, and have the group scored once all members have ended."""
         event.group.members = list(event.members)
         if not event.group.is_whole:
             return []
@@ -418,8 +420,8 @@ class EngineCalls:
     def _on_nonfinite(self, event: NonfiniteFound) -> list[Decision]:
         """End a group if the model returns NaN or infinity for one of its members.
 
-        Another worker has the same weights, so a retry would most likely fail, too. The remaining
-        rollouts of the group are not awaited.
+        Another worker has the same weights, so a retry would most likely fail, too. The group's
+        remaining rollouts are not awaited.
         """
         if not event.group.is_sampled:
             return []
@@ -442,7 +444,7 @@ class EngineCalls:
     def _on_refused(self, event: CallRefused) -> list[Decision]:
         """Remove a call whose version the engine has dropped; its groups get another version.
 
-        If the dropped version is the newest, no other version may sample the groups, so they are
+        If the dropped version is the newest, no other version may sample the groups. Then they are
         given back to the learner.
         """
         call = event.call
@@ -460,7 +462,7 @@ class EngineCalls:
         """Handle a call that raised: end its only group, or sample its groups in smaller calls.
 
         Several groups are sampled again in calls of half the size, to find the group at fault. If
-        the engine is no longer usable, the groups of all its calls end on this worker, and other
+        the engine is no longer usable, the groups of all its calls end on this worker. Other
         workers may sample them.
         """
         self._counters.add("engine/calls_failed")
@@ -487,10 +489,10 @@ class EngineCalls:
     # --- recalling -------------------------------------------------------------------------------
 
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Recall the calls that have one of `groups`; another worker is to continue these groups.
+        """Recall the calls that have one of `groups`, which another worker is to continue.
 
-        A group that only the engine samples can be continued by another worker. An episode cannot,
-        because no other worker has its environment or its agents.
+        If only the engine samples a group, another worker can continue it. An episode cannot be
+        continued, because no other worker has its environment or its agents.
         """
         if self.engine.sampler != "engine":
             return []
@@ -524,7 +526,7 @@ class EngineCalls:
         return call.num_whole >= call.num_awaited and bool(self._held.of(*WAITING))
 
     def _recall(self, calls: Iterable[EngineCall]) -> list[Decision]:
-        """Return a Recall for each of the calls that was not recalled before."""
+        """Recall each of the calls that was not recalled before."""
         decisions: list[Decision] = []
         for call in calls:
             if not call.is_recalled:

@@ -2,9 +2,9 @@
 
 A leased group waits in the queue, is sampled in the engine, and may be interrupted between two
 calls of the engine. Its result stays in the outbox until the learner has written it to disk
-(`leases/worker/held.py` has a table of these states). Each heartbeat lists all groups, so the
+(`leases/worker/held.py` has a table of these states). Each heartbeat lists all groups. So the
 learner knows which leases to send again and which to renew. A lost link changes none of this:
-running groups go on, results are kept, and after the next Admitted all unacknowledged results are
+running groups go on and results are kept. After the next Admitted all unacknowledged results are
 sent again.
 
 The role consists of parts. Each part decides by its own state, and returns its decisions:
@@ -16,9 +16,9 @@ The role consists of parts. Each part decides by its own state, and returns its 
     Outcomes         outcomes.py              which result or failure of a group is reported
     Departure        departure.py             when the worker leaves, and when it is drained
 
-`Worker` connects these parts: it passes messages and events to them, sends results to the learner,
+`Worker` connects these parts. It passes messages and events to them, sends results to the learner,
 and reports its state in heartbeats. Its shell (`runtime/worker/node.py`, or a simulation) carries
-out actions and reports their outcome as events, which `Worker.handle` looks up in one table:
+out actions and reports their outcome as events. `Worker.handle` looks them up in one table:
 
     Configure      ->  EngineBuilt
     Sample         ->  MembersGrown, NonfiniteFound; then CallReturned, CallRefused or CallRaised
@@ -109,9 +109,9 @@ MAX_VERSION_WAIT_S = 30.0
 """Seconds for which a lease waits for a version that may sample it.
 
 When the learner grants a lease, it relies on the version that the worker reported last. A restarted
-worker may hold an older version. The newer version arrives soon, or never: the worker's link may be
-cut off, or the engine may refuse the version. So the lease waits, and is then given back for
-another worker.
+worker may hold an older version. The newer version may arrive soon. It never arrives if the
+worker's link is cut off, or if the engine refuses the version. So the lease waits, and is then
+given back for another worker.
 """
 # --- Events, beside those of the parts ---
 
@@ -126,7 +126,7 @@ class EngineBuilt:
 
 @dataclass(frozen=True, slots=True)
 class LeasesDemanded:
-    """Event: agents need `num_groups` groups, including the groups that they already have."""
+    """Event: agents need `num_groups` groups, with those that they already have."""
 
     num_groups: int
 
@@ -141,7 +141,7 @@ class LeasesAlive:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDropped:
-    """Event: no agent will work on a lease, so the learner will let the lease expire."""
+    """Event: no agent will work on a lease, so the learner will let it expire."""
 
     lease: Lease
 
@@ -198,7 +198,7 @@ class Worker(DialingRole):
             self._calls.validate()
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event that the shell reports, then do what has become possible."""
+        """Handle an event that the shell reports, and do what has become possible."""
         return [*super().handle(event, now=now), *self._advance(now)]
 
     # --- what the learner and the operator are told ----------------------------------------------
@@ -224,15 +224,15 @@ class Worker(DialingRole):
 
     @property
     def activity(self) -> str:
-        """What this worker does at present, or what it waits for, as text for its operator."""
+        """Text for the operator on this worker's present activity, or its wait."""
         return describe_activity(self._calls, self.held, self.departure)
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the state of each lease that is held or whose result is not acknowledged yet."""
+        """Return the state of each lease that is held or whose result is not acknowledged."""
         return tuple(self.held.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
-        """Return the status of this worker that a heartbeat reports."""
+        """Return the status that a heartbeat reports."""
         stats = msgspec.structs.replace(
             super().stats(),
             state=self.activity,
@@ -254,11 +254,11 @@ class Worker(DialingRole):
         )
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Send the learner a heartbeat with this worker's state at once.
+        """Send a heartbeat with this worker's state to the learner at once.
 
-        A group that is being scored counts as alive: every call of a task's code has a time limit,
-        which also covers a call that hangs or waits for a free thread. So such a group ends with
-        the task's error, and not because its lease expires.
+        A group that is being scored counts as alive, because every call of a task's code has a time
+        limit. The limit also covers a call that hangs or waits for a free thread. So such a group
+        ends with the task's error, and not because its lease expires.
         """
         for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
@@ -346,7 +346,7 @@ class Worker(DialingRole):
     def on_admitted(self, *, now: float) -> list[Action]:
         """Send a heartbeat, and send every unacknowledged result again.
 
-        Unfinished groups are sent to the learner again when they are due: a restarted learner has
+        Unfinished groups are sent to the learner again when they are due. A restarted learner has
         lost all of them, and a message may have been lost with the link.
         """
         actions = super().on_admitted(now=now)
@@ -355,7 +355,7 @@ class Worker(DialingRole):
         return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle the arrival of the last part of a version of the weights."""
+        """Handle the arrival of a version's last part."""
         return self._advance(now)
 
     # --- after every event -----------------------------------------------------------------------
@@ -391,7 +391,7 @@ class Worker(DialingRole):
         return actions
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the learner the new tokens of interrupted groups, if this worker is admitted.
+        """Send the new tokens of interrupted groups to the learner, if this worker is admitted.
 
         A group is sent at most once in `interval_s` seconds.
         """
@@ -445,7 +445,7 @@ class Worker(DialingRole):
         return [*actions, *self.ship(interval_s=interval_s, now=now), *saved]
 
     def _on_install(self, event: InstallEvent, now: float) -> list[Action]:
-        """Handle the end of an installation; if it failed and no version is installed, stop."""
+        """Handle the end of an installation; stop if it failed and no version is installed."""
         if self._calls is None:
             return []  # a stored version was found damaged before the engine was built
         self._calls.versions.handle(event, now=now)
@@ -556,7 +556,7 @@ class Worker(DialingRole):
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` must be called next; None if nothing is scheduled."""
+        """The time at which `expire` must be called next; None if nothing is due."""
         first = self.departure.deadline(lost_at=self.control.lost_at)
         if self._calls is not None:
             first = min(first, self._calls.deadline)
