@@ -120,8 +120,8 @@ class TrainingRow:
 def _num_inputs(tree: Tree, piece: Piece) -> int:
     """Return the number of a piece's tokens that go through the model.
 
-    The last token of a piece goes through the model only if another piece follows. Otherwise no
-    token is predicted from it.
+    The last token of a piece goes through the model only if another piece follows. Otherwise it
+    predicts no token.
     """
     return piece.end - piece.start - (not tree.is_continued(piece))
 
@@ -316,11 +316,11 @@ class MicroBatch:
         return spans[: len(spans) - self.num_filled]
 
     def pick(self, values: Tensor) -> Tensor:
-        """Return the [N] values at the scored tokens, in the order of `scored`."""
+        """Return the values at the scored tokens, [N] from [B, T]."""
         return values.flatten().index_select(0, self.scored)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [B, T] values: `values` [N] at the scored tokens, 0 elsewhere."""
+        """Return the [N] values at the places of the scored tokens, 0 elsewhere, [B, T]."""
         shape = self.completion_mask.shape
         return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
 
@@ -485,7 +485,7 @@ def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
 def share_prompts(
     rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Gather the rows of each prompt into units that can share it.
+    """Gather the rows of each prompt into units that can share the prompt.
 
     A unit has at most half the tokens of a micro-batch, so that several units fit into one. The
     rows of a unit share their prompt only if that saves at least MIN_SAVED of their tokens.
@@ -634,7 +634,7 @@ def _all_ids(sample: TrainingRow) -> npt.NDArray[np.int32]:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
-    """Join each run that begins where the run before ends."""
+    """Join neighbouring runs if the second begins where the first ends."""
     joined: list[tuple[int, int]] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:
@@ -693,9 +693,8 @@ def _predictors(
 ) -> npt.NDArray[np.int64]:
     """Return the places of the inputs that predict the completion tokens, [B, T].
 
-    The place is 0 in padding, and -1 for a token that no input predicts. The prompt's last token
-    predicts the first completion token, and each completion token predicts the next. In a rollout
-    of several chains, the token before it in its chain predicts a token.
+    The place is 0 in padding, and -1 for a token that no input predicts. A token is predicted by
+    the token before it in its chain. The prompt's last token predicts the first completion token.
     """
     columns = np.arange(is_token.shape[1])
     starts = np.array([start for _, start in layout.starts], np.int64)

@@ -205,7 +205,7 @@ RATIO, MAX_RATIO, ESS, KL = "is_ratio/mean", "is_ratio/max", "ess", "mismatch_kl
 
 
 def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return the sums for `mismatch_metrics`, as float64 scalars.
+    """Return the sums that `mismatch_metrics` needs, as float64 scalars.
 
     Args:
         learner_logprobs: [N] nats under the policy being trained; N >= 1.
@@ -309,7 +309,7 @@ MAX_LOG_RATIO = 50.0
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over the trained tokens of some groups, for their mismatch."""
+    """Sums over the trained tokens of groups, from which mismatch is computed."""
 
     num_tokens: float = 0.0
     log_ratio: float = 0.0
@@ -350,7 +350,7 @@ def mismatch_by_group(
     group_of: Tensor,
     num_groups: int,
 ) -> Tensor:
-    """Return each group's sums, [G, 6] float64, in the order of `Mismatch`.
+    """Return each group's sums, [G, 6] float64, in the field order of `Mismatch`.
 
     Args:
         learner_logprobs: [N] nats under the policy being trained.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossNeeds:
-    """Inputs that a loss needs beside the inputs of every loss."""
+    """Inputs that a loss needs in addition to the common inputs."""
 
     every_rollout: bool = False
     """Whether rollouts without an advantage must be given to the loss too, since it has a gradient
@@ -85,7 +85,10 @@ class LikelyIds:
     """[M] nats of each id under the distribution that was sampled from; without gradient."""
 
     def sum(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """Return the sum of each token's values [M], as [B, T]; 0 without ids."""
+        """Return the sum of each token's values, [B, T] from [M].
+
+        A token without ids gets 0.
+        """
         ends = torch.arange(shape.numel() + 1, device=self.places.device)
         offsets = torch.searchsorted(self.places, ends)
         return _SegmentSums.apply(values, offsets, self.places).view(shape)  # type: ignore[no-any-return, no-untyped-call]

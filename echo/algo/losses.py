@@ -270,7 +270,7 @@ class DrGrpoLoss(ClippedTokenLoss):
     """L_max, the bound on completion tokens; >= 1."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the sum of the token losses over the largest number of tokens."""
+        """Return the sum of the token losses, divided by the largest number of tokens."""
         divisor = inputs.num_rollouts * self.max_completion_tokens
         return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
 

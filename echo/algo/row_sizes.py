@@ -54,7 +54,7 @@ Fills = Literal["nothing", "rows", "widths"]
 
 
 def filled_size(num_tokens: int, *, max_tokens: int, per_octave: int = SIZES_PER_OCTAVE[0]) -> int:
-    """Return the size in tokens that a row of `num_tokens` is filled to.
+    """Return the size in tokens to which a row is filled.
 
     Args:
         num_tokens: number of tokens of the row before it is filled, >= 1.
@@ -106,7 +106,7 @@ class RowSizes:
         return self._num_filled + size - num_tokens <= share * tokens
 
     def width(self, length: int, *, max_tokens: int) -> int:
-        """Return the length of padded rows whose longest has `length` tokens."""
+        """Return the filled length of rows, of which the longest has `length` tokens."""
         size = length
         if self.fills == "rows":
             size = filled_size(length, max_tokens=max_tokens)

@@ -89,7 +89,7 @@ class StalenessController:
         self._quiet_until = 0
 
     def observe(self, step: int, signals: Signals) -> BoundDecision | None:
-        """Receive the signals of a step. Return the bound's change, or None.
+        """Process the signals of a step. Return the bound's change, or None.
 
         Args:
             step: number of optimizer steps done.

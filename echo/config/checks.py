@@ -153,8 +153,8 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
 def _check_centering(config: Config) -> Iterator[Problem]:
     """Refuse score centering with truncated sampling.
 
-    Centering compares log-probabilities of the likely ids. The learner's cover the whole
-    vocabulary. The sampler's would cover only the part that truncation leaves.
+    Centering compares log-probabilities of the likely ids. The learner's log-probabilities cover
+    the whole vocabulary. The sampler's would cover only the part that truncation leaves.
     """
     if not likely_ids_of(config):
         return

@@ -295,7 +295,7 @@ OWN_KIND = "package.module:function"
 
 
 class Strict(BaseModel):
-    """The base class of a file's tables. They are immutable and strictly checked."""
+    """The base class of a file's tables, which are immutable and strictly checked."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -316,7 +316,7 @@ class Section(Strict):
 def kind_of(value: Any) -> str:
     """Return the `kind` of a section, from a table or an object.
 
-    If the kind is an import path of the user's own code, return OWN_KIND.
+    If the kind is an import path of the user's own code, the result is OWN_KIND.
     """
     kind = value["kind"] if isinstance(value, Mapping) else value.kind
     return OWN_KIND if ":" in kind else str(kind)

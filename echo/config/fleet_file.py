@@ -211,7 +211,7 @@ def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
 
 
 def _as_it_stands(table: type[BaseModel], row: object) -> Any:
-    """Return an invalid row as an object with unchecked values, None for missing ones."""
+    """Return an invalid row as an object with unchecked values. Missing values are None."""
     values: dict[str, Any] = {
         key: None for key, info in table.model_fields.items() if info.is_required()
     }
@@ -223,7 +223,7 @@ def _locate(
 ) -> tuple[KeyPath, Leaf | None]:
     """Return the path and the key of the place that a pydantic error names.
 
-    Such a place may end in the name of a union's member, which is cut off.
+    If the place ends in the name of a union's member, this name is cut off.
     """
     path = (*row, *map(str, place))
     while SCHEMAS[kind].find(path) is None and len(path) > len(row):

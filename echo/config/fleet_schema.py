@@ -292,7 +292,7 @@ ROW = "*"
 
 @cache
 def tables_of(kind: type[FleetFile]) -> Mapping[str, tuple[type[BaseModel], bool]]:
-    """Return each table's class and whether it is a list of rows, by name."""
+    """Return each table's class, and whether the table is a list of rows, by name."""
     found: dict[str, tuple[type[BaseModel], bool]] = {}
     for name, info in kind.model_fields.items():
         rows = typing.get_args(info.annotation)

@@ -277,7 +277,7 @@ def value_problems(
 
 
 def describe_expected(leaf: Leaf, value: object) -> str:
-    """Return text on a key's accepted values, with the most similar one."""
+    """Describe a key's accepted values, and suggest the most similar."""
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
@@ -286,7 +286,7 @@ def describe_expected(leaf: Leaf, value: object) -> str:
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems in `found` whose paths `problems` does not mention."""
+    """Return the problems in `found` that share no path with `problems`."""
     reported = {path for problem in problems for path in problem.paths}
     return [problem for problem in found if reported.isdisjoint(problem.paths)]
 
@@ -319,9 +319,10 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return a missing key's setting: no value, and a source for the message.
+    """Return a setting without a value for a missing key.
 
-    The source is that of the nearest key that the user has set, or `file_name`.
+    Messages name its source. This is the source of the nearest key that the user has set, or
+    `file_name`.
     """
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():

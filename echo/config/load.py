@@ -285,7 +285,7 @@ def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict
 
 
 def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
-    """Return the key at `path`, or the key of the user's own table around it."""
+    """Return the key at `path`, or the key of the user's own table that contains `path`."""
     leaf = known.get(path)
     table = known.get(path[:2])
     return leaf or (table if table is not None and table.is_table else None)
@@ -307,7 +307,7 @@ def save_resolved(config: Config, path: Path) -> None:
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = None) -> Config:
-    """Read a file of `save_resolved`, and apply the overrides.
+    """Read a file that `save_resolved` wrote, and apply the overrides.
 
     If an override leaves a saved value without effect, the default replaces it. Examples are
     options of a loss that is no longer chosen.
@@ -353,7 +353,10 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a configuration and the problems of invalid values, replaced by defaults."""
+    """Return a configuration without invalid values, and the problems of these values.
+
+    Defaults replace the invalid values.
+    """
     try:
         return Config.model_validate(nest(settings)), []
     except ValidationError as error:
@@ -399,7 +402,7 @@ _WIDTH = 96
 
 
 def schema_help(role: Role | None = None) -> str:
-    """Return help on the values, default and meaning of the keys of `role`.
+    """Return help on the keys that `role` reads: values, default and meaning.
 
     None stands for all roles.
     """
@@ -604,7 +607,7 @@ def inherited_settings(config: Config) -> dict[str, Any]:
 
 
 def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
-    """Return one line for each worker's setting that contradicts the learner."""
+    """Return one line for each setting of the worker that contradicts the learner's."""
     own = _inherited_values(config)
     del own[_TEMPLATE]
     given = config.model.chat_template

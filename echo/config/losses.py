@@ -89,7 +89,7 @@ class LossSection(Section):
         return {}
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios with a gradient in a bad rollout, by key.
+        """Return the smallest ratios at which a bad rollout has a gradient, by key.
 
         The ratio is learner over sampler. A bad rollout has a negative advantage.
         """
@@ -254,7 +254,7 @@ class M2poSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return the smallest ratios that the masks and the bound accept, by key.
 
-        For the bound, this is the ratio at which a single token reaches it.
+        For the bound, this is the ratio at which a single token reaches the bound.
         """
         end = math.exp(-math.sqrt(self.max_second_moment))
         return super().least_ratios() | {"max_second_moment": end}
@@ -285,7 +285,7 @@ class DppoTvSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return the smallest ratios that the masks and the bound accept, by key.
 
-        For the bound, this is the ratio of a token with a sampler probability of 1.
+        For the bound, this is the ratio of a token with a probability of 1 by the sampler.
         """
         end = 1 - self.max_probability_gap
         return super().least_ratios() | {"max_probability_gap": end}

@@ -251,8 +251,8 @@ def translations() -> Iterator[tuple[str, str, str]]:
 def _same_part(cell: str, name: str, keys: str) -> str:
     """Return Echo's key for a name in a cell with several names.
 
-    If there are equally many names and `keys`, they correspond in order. Otherwise return all of
-    `keys`.
+    If the numbers of names and of `keys` are equal, they correspond in order. Otherwise return all
+    of `keys`.
     """
     names, ours = cell.split(", "), keys.split(", ")
     return ours[names.index(name)] if len(names) == len(ours) and name in names else keys

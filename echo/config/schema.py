@@ -657,7 +657,7 @@ class Config(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """How held-out answers are sampled: as in training, unless `eval` differs."""
+        """How held-out answers are sampled: as in training, apart from settings of `eval`."""
         own = {
             name: value
             for name in ("temperature", "top_p", "max_completion_tokens")
@@ -687,9 +687,9 @@ class Config(Section):
 
     @property
     def trims_stale(self) -> bool:
-        """Whether a group with stale tokens stays, with these tokens masked.
+        """Whether groups with stale tokens stay. Their stale tokens are then masked.
 
-        If this is False, such a group is discarded. It is False on policy, and with
+        If this is False, such groups are discarded. It is False on policy, and with
         rollout.stale_tokens = "drop".
         """
         return self.sync.max_staleness > 0 and self.rollout.stale_tokens != "drop"
@@ -857,7 +857,10 @@ def show(value: object, depth: int = SHOWN_DEPTH) -> str:
 
 
 def default_text(leaf: Leaf) -> str:
-    """Return a key's default as text, for each profile if they differ."""
+    """Return a key's default as text.
+
+    If the defaults of the profiles differ, the text has each of them.
+    """
     texts = {name: show(value) for name, value in leaf.defaults.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))

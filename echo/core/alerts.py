@@ -64,7 +64,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts on a run for a periodic check. None for an unknown value."""
+    """Facts on a run for a periodic check. An unknown value is None."""
 
     step: int
     activity: str
@@ -80,7 +80,7 @@ class _Condition:
     raised_at: float = -math.inf
 
     def changes(self, *, is_bad: bool, now: float) -> bool:
-        """Return whether an episode begins or ends now, and store the state."""
+        """Return whether an episode begins or ends now, and store whether one is active."""
         if is_bad == self.is_active or (is_bad and now < self.raised_at + REPEAT_S):
             return False
         self.is_active = is_bad
@@ -117,7 +117,7 @@ class AlertRules:
         return tuple(kind for kind, each in self._conditions.items() if each.is_active)
 
     def _note_best(self, window: deque[float], reward: float, step: int) -> None:
-        """Append a step's reward to a window. Store the window's mean if it is the best."""
+        """Append a step's reward to a window. Store the window's mean if it is the best so far."""
         if not math.isfinite(reward):
             return
         window.append(reward)

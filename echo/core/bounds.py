@@ -87,7 +87,7 @@ Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.79769
 
 
 def clamped_rate(bytes_per_s: float | None) -> float | None:
-    """Return a measured rate within the range of `Rate`, None for None."""
+    """Return a measured rate, limited to the range of `Rate`."""
     return None if bytes_per_s is None else min(max(bytes_per_s, MIN_RATE), MAX_RATE)
 
 

@@ -61,7 +61,7 @@ class StalenessBuffer:
         return group_id in self._groups
 
     def num_unspent(self, *, step: int) -> int:
-        """Return the number of groups that wait or are in the present step.
+        """Return the number of groups in the buffer and in the present step.
 
         The present step's groups were taken from the buffer at `step`. Admission adds this number
         to the groups of the completed steps.

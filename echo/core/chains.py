@@ -31,7 +31,7 @@ Run = tuple[int, int]
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a completion, each after the token before it."""
+    """A run of completion tokens that were sampled one after the other."""
 
     start: int
     end: int
@@ -66,7 +66,7 @@ def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
 
 
 def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Return the place of the token before each completion token, [T]."""
+    """Return the place of the token that each completion token follows, [T]."""
     before = np.arange(-1, num_tokens - 1)
     before[branches[:, 0]] = branches[:, 1]
     return before
@@ -101,7 +101,7 @@ class Tree:
         self._followed = {piece.after for piece in self.pieces}
 
     def is_continued(self, piece: Piece) -> bool:
-        """Return whether another piece follows this piece's last token."""
+        """Return whether another piece follows the last token of this piece."""
         return piece.end - 1 in self._followed
 
     def way_to(self, piece: Piece) -> list[Run]:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 
 class Counters:
-    """Counters by name. They only increase, and exist after their first `add`."""
+    """Counters by name, which only increase.
+
+    A counter exists after its first `add`.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}

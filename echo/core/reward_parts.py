@@ -26,7 +26,7 @@ PartName = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class PartedReward(float):
-    """A reward that is the sum of its parts, which are an attribute."""
+    """A reward that is the sum of its parts. The parts are an attribute."""
 
     parts: Mapping[str, float]
 

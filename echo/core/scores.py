@@ -74,7 +74,7 @@ class PromptScores:
 
     @property
     def is_rate(self) -> bool:
-        """Whether every reward is 0 or 1, and 1 is a right answer."""
+        """Whether every reward is 0 or 1. A reward of 1 is then a right answer."""
         return all(reward in (0.0, 1.0) for reward in self.rewards)
 
     @property
@@ -97,6 +97,6 @@ class PromptScores:
 
     @property
     def ks(self) -> list[int]:
-        """The values of k to show pass@k for: the powers of two up to K, and K."""
+        """The values of k in shown pass@k: the powers of two up to K, and K."""
         powers = {1 << n for n in range(self.num_samples.bit_length())}
         return sorted({*powers, self.num_samples})

@@ -75,7 +75,10 @@ Key = TypeVar("Key")
 
 
 def earliest(*instants: float | None) -> float | None:
-    """Return the earliest instant that is not None, if any."""
+    """Return the earliest instant, ignoring None.
+
+    The result is None if all instants are None.
+    """
     first = None
     for at in instants:
         if at is not None and (first is None or at < first):
@@ -151,7 +154,7 @@ Item = TypeVar("Item", contravariant=True)
 
 
 class DeadlineOwner(Protocol[Item]):
-    """The object with the current deadlines of items in a `Deadlines`."""
+    """The object that has the current deadlines of the items."""
 
     def deadline_of(self, item: Item) -> float | None:
         """Return the current deadline of an item, None if it has ended."""

@@ -93,7 +93,7 @@ class TokenSets:
 
     @property
     def lacks(self) -> npt.NDArray[np.bool_]:
-        """Whether each token's recorded ids are missing from its set, [T]."""
+        """Whether a token's recorded ids are the ids that its set lacks, [T]."""
         return self.sizes < TOO_LARGE
 
     @property
@@ -123,7 +123,10 @@ class TokenSets:
         )
 
     def includes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return whether each token's id is in its set, [T]; True without recorded ids."""
+        """Return whether each token's id is in its set, [T].
+
+        The result is True for a token without recorded ids.
+        """
         hits = self.ids == np.repeat(token_ids, self.counts)
         is_listed = self.counts == 0
         is_listed[self.rows[hits]] = True
@@ -149,7 +152,7 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return `of` sets, of which the first `num_tokens` lack `ids`.
+    """Return sets that lack `ids` for the first `num_tokens` of `of` tokens.
 
     The other sets are not recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
     """

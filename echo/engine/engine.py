@@ -109,7 +109,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn; completions then record each token's support."""
+        """Whether some tokens cannot be drawn. Completions then record supports."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
@@ -387,7 +387,7 @@ class Engine(abc.ABC):
         """Return how many rollouts of this size fit into memory at once, at least 1.
 
         Raises:
-            EngineError: if not even one rollout fits, with the numbers.
+            EngineError: if not even one rollout fits. The message has the sizes.
         """
 
     def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
@@ -619,7 +619,7 @@ class VersionSlots:
     def request(self, version: PolicyVersion | None) -> Iterator[VersionSlot]:
         """Yield the slot of `version`, and keep it loaded during the block.
 
-        If `version` is None, this is the newest version.
+        None stands for the newest version.
 
         Raises:
             EngineError: if no version is loaded.

@@ -91,7 +91,9 @@ def _errors(hub: ModuleType) -> tuple[type[Exception], ...]:
 
 
 def _cached(name: str, revision: str | None, *files: str, key: str = "model.name") -> Path | None:
-    """Return a model's directory in the hub's cache. None if it lacks one of `files`.
+    """Return a model's directory in the hub's cache, or None.
+
+    The result is None if the directory lacks one of `files`.
 
     Raises:
         DataError: if the name cannot be the id of a model on the hub.

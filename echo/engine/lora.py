@@ -96,7 +96,9 @@ def add_adapter(model: Any, lora: Lora) -> dict[str, Tensor]:
 
 
 def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Tensor]:
-    """Return a new float32 adapter on the CPU, initialised as by peft with B = 0.
+    """Return a new float32 adapter on the CPU, with peft's initial values.
+
+    B starts at 0.
 
     Args:
         shapes: shapes of the adapter's tensors, by name.
@@ -249,7 +251,7 @@ def export_adapter(
 
 
 def target_names(tensors: Iterable[str]) -> list[str]:
-    """Return the sorted last name parts of the adapted modules."""
+    """Return the last parts of the adapted modules' names, sorted."""
     return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
 
 
@@ -305,7 +307,7 @@ BASE_NAME, BASE_REVISION, BASE_DIGEST = "base.name", "base.revision", "base.dige
 
 
 def base_directory(model_dir: Path, init_from: str | None) -> Path:
-    """Return the base directory: `init_from` if a whole model, else `model_dir`."""
+    """Return the base directory: `init_from` if it is a whole model, else `model_dir`."""
     start = _initial_directory(init_from)
     return model_dir if start is None or is_adapter(start) else start
 

@@ -349,7 +349,7 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
 def _is_for_transformers(directory: Path, model: Any) -> bool:
     """Return whether only transformers can read a directory's weight files.
 
-    This is the case if it renames the tensors of the files, or if the files hold weights of the
+    This is so if transformers renames the tensors of the files, or if the files hold weights of the
     model's towers. Otherwise safetensors suffices.
     """
     if not has_other_names_on_disk(model) and not has_towers(model.config):
@@ -448,7 +448,7 @@ def check_weight_files(directory: Path, model: Any) -> None:
 
 
 def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
-    """Raise if weights of the model's layers have no parameter.
+    """Raise if the files have weights of a layer that the model lacks.
 
     Without such weights a layer would compute other values than in the checkpoint's model. Weights
     outside the model's layers may stay unused: a value head, or layers that predict further tokens.
@@ -481,7 +481,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 
 
 def _with_prefix(names: Iterable[str], model: Any) -> set[str]:
-    """Return the names after the prefix of the model's base.
+    """Put the prefix of the model's base before each name.
 
     A weight file of the base alone has names without this prefix.
     """
@@ -818,10 +818,8 @@ def with_cpu_dtype(
 ) -> tuple[LearnerSection | WorkerSection, str]:
     """Resolve `dtype = "auto"` of a section for a CPU.
 
-    Also return a line about the choice.
-
-    It is empty if there is nothing to report. For a GPU the section is unchanged. A resumed run
-    keeps its learner's first choice.
+    Also return a line about the choice, empty if there is nothing to report. For a GPU the section
+    is unchanged. A resumed run keeps its learner's first choice.
     """
     if section.dtype != "auto" or pick_device(section.device) != "cpu":
         return section, ""

@@ -392,7 +392,7 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file with the permissions of an ordinary new file.
 
-    safetensors creates a file that other users cannot read.
+    safetensors itself would create a file that other users cannot read.
 
     Raises:
         OSError: if the file cannot be written.
@@ -847,7 +847,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def device_of(self, weights: Weights) -> torch.device | None:
-        """Return the device that finds the changes, None if the host does."""
+        """Return the device on which changes are found, None for the host."""
         devices = {tensor.device for tensor in weights.values()}
         if len(devices) != 1 or self._is_on_device is False:
             return None

@@ -50,7 +50,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyRows:
-    """Inputs of the policy loss for each token besides its log-probability."""
+    """Inputs of the policy loss for each token, except its log-probability."""
 
     sampler_logprobs: Tensor
     """[N] log-probability of each token under the policy that sampled it, nats."""
@@ -69,7 +69,7 @@ class FurtherIds:
     """[M] int64 in 0..V-1: the ids, distinct within a row."""
 
     def sum(self, values: Tensor, num_rows: int) -> Tensor:
-        """Return the sum of each row's values, added in a fixed order.
+        """Return the sum of the values of each row's ids, added in a fixed order.
 
         `values` is [M], a value for each id.
         """
@@ -175,7 +175,7 @@ class Kernels(Protocol):
         sets: FurtherIds | None = None,
         vocab_chunk: int,
     ) -> Scores:
-        """Return the scores of each row's id [N] and of the further ids in `sets`.
+        """Return the scores of each row's id in `ids`, and of the ids in `sets`.
 
         The distributions follow from the states `hidden` [N, D], the head `weight` [V, D] and the
         inverse temperatures `scale` [N].

@@ -176,10 +176,10 @@ def linear_further_logprobs(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `linear_logprob`, with further ids of rows.
+    """Return the results of `linear_logprob`, and scores of further ids.
 
-    One forward pass over the LM head computes all of them, and one backward pass their gradients.
-    Memory grows by [M] numbers.
+    One forward pass over the LM head computes all results. One backward pass computes their
+    gradients. Memory grows by [M] numbers.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -345,7 +345,7 @@ def linear_set_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of `linear_logprob`, with softmax over each row's set.
+    """Return results as `linear_logprob`, with softmax over each row's set.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -409,7 +409,7 @@ def _within_sets(
 
 
 def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Tensor:
-    """Return the maximum or the sum of each set's values, [S] from [M]."""
+    """Return the maximum or the sum of the values of each set, [S] from [M]."""
     if not len(values):  # a reduction of nothing has no gradient
         return values.new_zeros(0) + values.sum()
     return torch.segment_reduce(values, reduce, lengths=sizes, unsafe=True)

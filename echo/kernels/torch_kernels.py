@@ -233,7 +233,7 @@ def _is_narrow(states: Tensor, weight: Tensor) -> bool:
 
 
 def _padded(rows: LiveRows) -> LiveRows:
-    """Return the rows, followed by rows of gradient 0 up to one of a few numbers.
+    """Return the rows, filled with rows of gradient 0 up to one of a few numbers.
 
     In bfloat16 a CPU keeps code and buffers for each number of rows of a product.
     """

@@ -53,7 +53,7 @@ def is_plain_number(text: str) -> bool:
 
 
 def extract_answer(completion: str) -> str | None:
-    """Return a completion's final answer, normalised, or None."""
+    """Return the normalised final answer of a completion, or None."""
     head, marker, tail = completion.rpartition(MARKER)
     if marker and (line := tail.strip().partition("\n")[0]):
         return normalise(line)

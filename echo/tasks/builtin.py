@@ -219,14 +219,14 @@ INSTRUCTION = (
 
 
 class Gsm8kTask(RowsTask):
-    """Solve word problems of a dataset, whose answers are numbers."""
+    """Solve word problems of a dataset. The answers are numbers."""
 
     def __init__(self, *, path: str = "", heldout_path: str = "", skip_bad: bool = False) -> None:
         super().__init__(path=path, heldout_path=heldout_path, skip_bad=skip_bad)
         require_math_verify("task.kind = gsm8k")
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return an example. Its prompt is the row's question with an instruction.
+        """Return an example whose prompt is the row's question with an instruction.
 
         The answer of the example is the number after `####` in the row.
         """

@@ -77,7 +77,7 @@ class Environment(Task):
 
     @abc.abstractmethod
     def begin(self, example: Example) -> Any:
-        """Return the state of a new episode, any object. Other methods get it."""
+        """Return the state of a new episode: any object, for the other methods."""
 
     @abc.abstractmethod
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:

@@ -29,7 +29,7 @@ _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
 
 
 def fault_of_message(part: object) -> str:
-    """Return why an object is no chat message for tokenisation, or ""."""
+    """Return why an object cannot be tokenised as a chat message, or ""."""
     if not isinstance(part, Mapping):
         return f"is {type(part).__name__} and no object with `role` and `content`"
     if not isinstance(part.get("role"), str):
@@ -52,13 +52,13 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return the first message that cannot be tokenised, and why, or ""."""
+    """Return which message cannot be tokenised first, and why; or ""."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
-    """Return a message of any accepted form in the form for chat templates."""
+    """Convert a message to the form for chat templates."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):

@@ -78,7 +78,7 @@ class MixtureTask(Environment):
             task.prepare()
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return an example of the task that the schedule has for this index."""
+        """Return an example of the task that the schedule assigns to this index."""
         cycle, position = divmod(index, CYCLE)
         part, rank = self._schedule[position]
         name = self._names[part]

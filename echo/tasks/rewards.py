@@ -245,7 +245,7 @@ class TaskHost(abc.ABC):
 
         Raises:
             TimeoutError: if the call exceeds its time limit.
-            RewardError: if the call was lost with its process. Repeating it would not help.
+            RewardError: if the call was lost with its process. A repetition would not help.
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
@@ -344,7 +344,7 @@ class ExampleCall:
 
     @classmethod
     def of(cls, host: TaskHost, example: Example, right: str | None) -> ExampleCall:
-        """Call the reward for the empty answer and, if known, for the right one."""
+        """Call the reward for the empty answer, and for the right answer if known."""
         texts = [*([] if right is None else [right]), ""]
         try:
             rewards = list(host.score_all(example, texts))
@@ -483,7 +483,7 @@ class PoolHost(TaskHost):
         self._is_closed = False
 
     def _score_each(self, example: Example, completions: Sequence[str]) -> Iterator[float | None]:
-        """Yield the reward of each answer, in order, with one call per process at a time."""
+        """Yield the reward of each answer, in order. Processes run calls at the same time."""
         try:
             futures = [self._threads.submit(self.score, example, text) for text in completions]
         except RuntimeError:  # the executor was shut down
@@ -527,7 +527,7 @@ class PoolHost(TaskHost):
     def _take(self, call: TaskCall) -> TaskProcess | None:
         """Wait until a process is free for a call, or start one, and return it.
 
-        Return None if the call is `end` and no process has the episode.
+        For the call `end`, return None if no process has the episode.
 
         Raises:
             RewardError: if the episode of the call was lost with its process, or the host is

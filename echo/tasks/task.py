@@ -130,7 +130,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the reward of a completion: a finite number, or its named parts.
+        """Return the reward of a completion: a finite number, or named parts.
 
         If the result is None, the task cannot score the answer. The group then goes on without it.
         The method may be `async`.
@@ -182,11 +182,11 @@ class Task(abc.ABC):
         return []
 
     def parts(self) -> list[Task]:
-        """Return the tasks of a mixture; empty if this task is none."""
+        """Return the tasks of a mixture. Other tasks return an empty list."""
         return []
 
     def source_files(self) -> list[Path]:
-        """Return the files with code that `reward` calls, without the class's own."""
+        """Return the files with code that `reward` calls, except the class's file."""
         return []
 
 
@@ -206,11 +206,11 @@ class GeneratedTask(Task):
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Return a random prompt of either split, and a demonstration for it."""
+        """Return a random prompt of either split, and its demonstration."""
 
     @abc.abstractmethod
     def answer(self, prompt: str) -> Any:
-        """Return the reference answer to a prompt, as `example.answer`."""
+        """Return the reference answer to a prompt. It becomes `example.answer`."""
 
     def example(self, index: int, *, split: str) -> Example:
         """Return example `index` of a split, drawn with a seed from both."""
@@ -482,7 +482,7 @@ def _neighbours(name: str, path: Path) -> dict[str, Path]:
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return this worker's place of a module that the learner has at `path`."""
+    """Return the path on this worker of a module that the learner has at `path`."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name

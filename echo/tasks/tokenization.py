@@ -190,7 +190,7 @@ _TEMPLATED = re.compile(
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the tokens that structure a conversation, as text -> id.
+    """Return the ids of the tokens that structure a conversation, by text.
 
     Tokens such as `<think>` are not among them.
     """
@@ -534,7 +534,7 @@ class TextCodec:
                 )
 
     def unused_arguments(self) -> list[str]:
-        """Return the names in chat_template_kwargs that the template lacks.
+        """Return the names in chat_template_kwargs that the template does not use.
 
         Raises:
             DataError: if a name is one that Echo itself passes to the template.
@@ -668,7 +668,7 @@ class TextCodec:
         return not writes(TURN) and writes([{"type": "text", "text": TURN}])
 
     def known(self, ids: Iterable[int]) -> list[int]:
-        """Return token ids as integers, and check that the model has them.
+        """Return token ids as integers, and check that the model knows them.
 
         Raises:
             DataError: if an id is outside the model's vocabulary.

@@ -85,7 +85,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's own tools or of the environment's."""
+        """Return the schemas of the row's tools, or else of the environment's tools."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None
@@ -301,7 +301,7 @@ def _import_verifiers() -> Any:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all environments of this process, in its own thread."""
+    """Return the event loop of all environments, which runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="echo-verifiers", daemon=True).start()
     return loop

@@ -254,7 +254,9 @@ class VersionRetention:
         return sorted(self._sizes)
 
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
-        """Write a version and delete older versions. Return False if it exceeds the bound.
+        """Write a version and delete older versions.
+
+        If this version alone exceeds the bound, return False.
 
         Raises:
             StorageError: if the version cannot be written.

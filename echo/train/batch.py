@@ -347,7 +347,7 @@ def _log_expectation(rollouts: Sequence[Rollout]) -> float:
 
 
 def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[TrainingRow]:
-    """Return the samples that have a gradient under such a loss."""
+    """Return the samples that have a gradient under a loss with these needs."""
     if needs.every_rollout:
         live = [sample for sample in samples if sample.num_trained]
     else:

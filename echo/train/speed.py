@@ -72,7 +72,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator. Count the waits for them as time of packing."""
+        """Yield the items of an iterator. Count waits for items as packing time."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)

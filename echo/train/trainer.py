@@ -342,8 +342,8 @@ class Trainer:
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
         """Return the settings, with the rate scaled by the effective sample size.
 
-        eta = eta_0 sqrt(ess), where ess is `rollout_ess(sums)`. The share ess lies in 0 to 1, and
-        is 1 on-policy, so the rate is never raised.
+        eta = eta_0 sqrt(ess), where ess is `rollout_ess(sums)`. ess lies between 0 and 1, and is 1
+        on-policy. So the rate is never raised.
 
         Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
         unclipped weights of its code. Differs from the paper: its off-policy baseline is left out,

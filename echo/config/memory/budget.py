@@ -231,7 +231,7 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 
 
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
-    """Return (key, value) of settings that may save memory, the mildest first.
+    """Return settings that may save memory as (key, value), the mildest first.
 
     The first settings change neither the results nor the speed of the run.
     """
@@ -254,7 +254,7 @@ def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, .
     """Return all remedies in order, and text on the remedies to use together.
 
     Remedies are chosen in order until they suffice. A chosen remedy is then omitted if the others
-    suffice without it. If all remedies together do not suffice, the text tells so.
+    suffice without it. If all remedies together do not suffice, this is stated in the text.
     """
     now = _model_bytes(footprint)
 
@@ -289,7 +289,7 @@ def _bare(value: Any) -> str:
 
 
 def _model_bytes(footprint: Footprint) -> int:
-    """Return a learner's bytes in the model's memory that settings can change.
+    """Return a learner's bytes that settings can change, in the model's memory.
 
     On a CPU this memory also holds the versions, which no setting changes.
     """
@@ -332,8 +332,8 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides whether all items fit.
 
-    If the model is on a GPU and main memory is too small, this is main memory. It holds versions of
-    the weights, which no setting makes smaller. Otherwise it is the model's memory.
+    This is main memory if the model is on a GPU and main memory is too small. Main memory holds
+    versions of the weights, which no setting makes smaller. Otherwise it is the model's memory.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)

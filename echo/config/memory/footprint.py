@@ -198,7 +198,7 @@ class Footprint:
 
     @property
     def may_keep_versions(self) -> bool:
-        """Whether a learner can keep versions on its GPU, to encode the next.
+        """Whether a learner can keep versions on its GPU and encode the next there.
 
         Only a learner of a single process that publishes deltas can do this.
         """

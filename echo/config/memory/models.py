@@ -67,7 +67,7 @@ _QUANTISED_WEIGHT = re.compile(r"(weight|qweight|packed|blocks)$")
 
 
 def check_unquantised(directory: Path) -> None:
-    """Refuse a model whose weights are quantised, so that training cannot change them.
+    """Refuse a model with quantised weights, which training cannot change.
 
     Raises:
         DataError: if the weights are quantised. The message names the method or one quantised

@@ -131,7 +131,7 @@ class StepFootprint:
 
     @property
     def num_trained(self) -> int:
-        """Return the number of trained and published parameters: all, or the adapter's.
+        """Return the number of trained parameters: all, or the adapter's.
 
         A target module outside the usual seven is assumed to be as large as the largest of them.
         """
@@ -304,7 +304,7 @@ class StepFootprint:
 
         Three moments are compared. In the first a layer is computed again, and its gradients exist.
         In the second the head is computed. In the third the gradients of embedding and head are
-        gathered. Then the activations are already freed, and no layer is gathered.
+        gathered, the activations are already freed, and no layer is gathered.
         """
         facts, width = self.facts, self.compute_bytes
         # Under an adapter neither of them has a gradient.
@@ -375,8 +375,8 @@ def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) 
     """Return the number of rollouts that share their prompt in one row.
 
     They fill at most half of a micro-batch. The number is 1 if rollouts do not share prompts, or if
-    sharing saves too little. Completions of full length are assumed. Sharing saves more with
-    shorter completions, so they then share their prompts, too.
+    sharing saves too little. Completions of full length are assumed. With shorter completions
+    sharing saves more.
     """
     completion = config.max_chain_tokens
     num_fitting = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion

@@ -235,7 +235,7 @@ class StaticBatch:
     def parts(self, max_rows: int) -> list[StaticBatch]:
         """Divide the running rows into batches of up to `max_rows` rows.
 
-        The new batches share the arrays of this batch, so it also gets their samples.
+        The new batches share the arrays of this batch, so this batch also gets their samples.
         """
         running = np.flatnonzero(self._is_running)
         parts = []

@@ -529,10 +529,9 @@ def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Te
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
     """Replace row i of a cache by its present row `rows[i]`, for each i below B.
 
-    An index may occur several times in `rows`, [B].
-
-    Uses the method for beam search, because `batch_select_indices` of transformers leaves out the
-    states of convolutions and of linear attention.
+    An index may occur several times in `rows`, [B]. The method for beam search is used, because
+    `batch_select_indices` of transformers leaves out the states of convolutions and of linear
+    attention.
     """
     cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor; takes int64
 

@@ -151,7 +151,9 @@ def check_installation() -> None:
 
 
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
-    """Import vLLM, with environment variables, and make it record supports.
+    """Import vLLM after setting its environment variables.
+
+    vLLM then records the supports of tokens.
 
     A second call does nothing.
 
@@ -174,7 +176,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
 
 
 def _import_remedy(message: str) -> str:
-    """Return the remedy for the likeliest cause of an error of importing vLLM."""
+    """Return the likeliest remedy for an error of importing vLLM."""
     stranger = re.search("torchvision|torchaudio|torchcodec", message)
     if stranger:
         return f"{stranger[0]} does not fit this PyTorch: pip uninstall {stranger[0]}"
@@ -375,7 +377,7 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return vLLM's arguments to keep adapters loaded, and one more for the probe."""
+    """Return vLLM's arguments to keep the adapters and one for the probe loaded."""
     # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 
@@ -406,7 +408,7 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the smallest `max_lora_rank` that allows `rank`, at most the largest."""
+    """Return the smallest `max_lora_rank` that allows `rank`, or else the largest."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 

@@ -62,7 +62,7 @@ TIMEOUT_S = 120.0
 
 
 class EngineDeadError(EngineError):
-    """vLLM has died, or does not answer: it must be restarted."""
+    """vLLM has died or does not answer, and must be restarted."""
 
 
 class EngineWasDeadError(EngineDeadError):
@@ -583,7 +583,7 @@ def hand_over_adapter(
 
 @contextmanager
 def _directory_for(num_bytes: int) -> Iterator[Path]:
-    """Yield a new directory in /dev/shm, or on disk if it has no space for `num_bytes`.
+    """Yield a new directory in /dev/shm, or on disk if /dev/shm is too small.
 
     In containers /dev/shm is often small.
     """

@@ -110,7 +110,7 @@ class CacheCapacity:
     """Counts free blocks of the KV cache and free places in the batch."""
 
     def __init__(self) -> None:
-        """Start with no blocks and no places; `resize` sets their numbers."""
+        """Start without blocks and places. `resize` sets their numbers."""
         self._lock = threading.Lock()
         self._all = (0, 0)
         self._num_blocks, self._num_seqs = self._all
@@ -905,7 +905,7 @@ class VllmEngine(Engine):
     # --- vLLM itself -----------------------------------------------------------------------------
 
     def _reinstall(self) -> str | None:
-        """Reinstall all weights that passed the probe. Return why it fails now, or None."""
+        """Reinstall all weights that passed the probe. Return why the probe fails now, or None."""
         for slot, weights in self._adapters.items():
             fault = self._add_adapter(self._backend, slot, weights)
             if fault is not None:

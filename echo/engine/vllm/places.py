@@ -34,7 +34,7 @@ class UnplacedError(Exception):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the copies of a loader from meta tensors, and prevents writes to tensors."""
+    """Records the copies that a loader makes from meta tensors, and prevents writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

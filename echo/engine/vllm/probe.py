@@ -145,7 +145,7 @@ class SwapProbe:
         """Held while the model's weights are replaced or used."""
 
     def bound(self, window: int) -> None:
-        """Limit the prompt to `window` tokens, before it is made."""
+        """Limit the prompt to `window` tokens. Call this before the prompt is made."""
         most = max(START_TOKENS + 1, (window - 1) // NUM_TEXTS)
         self._text_tokens = min(self._text_tokens, most)
         self.num_tokens = NUM_TEXTS * self._text_tokens

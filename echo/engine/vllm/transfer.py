@@ -83,7 +83,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
         self.model.load_weights(_read(update_info))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Convert loaded layers to the kernels' layout, and find the places."""
+        """Convert loaded layers to the kernels' layout, and find tensors' places."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
         _repack_experts(self.model)

@@ -182,8 +182,8 @@ class Pipe:
 class Performer:
     """Executes the calls of a task's code, and keeps the states of the task's episodes.
 
-    The task's code may return awaitables. All of them are awaited in the same event loop. So
-    clients, locks and queues that the code creates once work in every call.
+    The task's code may return awaitables. All of them are awaited in the same event loop. So a
+    client, lock or queue that the code creates works in all later calls.
     """
 
     def __init__(self, task: Task) -> None:
@@ -301,7 +301,7 @@ class Performer:
 
 
 class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller is told
-    """The process refuses a call, or a value of the task's code."""
+    """This process refuses a call, or a value from the task's code."""
 
     def __init__(self, text: str, *, reason: str = "reward_error") -> None:
         super().__init__(text)
@@ -346,7 +346,7 @@ def _number(value: object, where: str) -> float:
 
 
 def _advice(value: object) -> str:
-    """Return a remedy for a value that is not a reward, or ""."""
+    """Return a remedy for a value that is not a reward; "" if none is known."""
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         return ": say `return` in place of `yield`"
     if inspect.iscoroutine(value):

@@ -31,7 +31,7 @@ ASSISTANT_LAST = ("", "continue", "drop")
 
 
 class RowReader:
-    """Makes examples from rows, by the columns in the settings.
+    """Makes examples from rows. Settings name the columns.
 
     Args:
         columns: the dataset's names for columns in READ_COLUMNS, where the names differ.
@@ -177,7 +177,7 @@ class RowReader:
         return next((name for name in self._prompts if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """Return the prompt's messages, and the dropped last message's text or None.
+        """Return the prompt's messages, and the text of a dropped last message or None.
 
         With "drop" the assistant's messages at the end are dropped.
         """

@@ -175,7 +175,7 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split that a file's name begins with (test-00000-of-00001), or ""."""
+    """Return the split at the start of a file's name (test-00000-of-00001), or ""."""
     word = re.split(r"[-_.]", file.name.lower())[0]
     return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 

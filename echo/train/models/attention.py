@@ -205,7 +205,7 @@ def find_kernel_fault(
 
 
 def activate(kernel: Kernel) -> None:
-    """If a kernel names an implementation, have torch's varlen operator use it from now on."""
+    """Have torch's varlen operator use the kernel's implementation, if it names one."""
     if kernel.implementation == "FA4":
         # Imported here: torch may remove this prototype module.
         from torch.nn.attention import _fa4
@@ -330,7 +330,7 @@ def attend_alone(
 
 
 def _mask(query: Tensor, length: int, num_keys: int, window: int | None) -> Tensor:
-    """Return the addend of the scores, [length, num_keys]: 0, or -inf for an unseen key."""
+    """Return the mask to add to scores, [length, num_keys]: 0, or -inf for unseen keys."""
     age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
     age = age - torch.arange(num_keys, device=query.device)
     is_seen = (age >= 0) & (age < (num_keys if window is None else window))

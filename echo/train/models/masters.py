@@ -45,7 +45,7 @@ class Masters:
     def round(self) -> None:
         """Round the masters into the model's weights.
 
-        The caller calls this method after each change of the masters.
+        Call this method after each change of the masters.
         """
         if self._masters:
             # One kernel launch copies many tensors; otherwise each tensor would take a launch.

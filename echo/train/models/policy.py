@@ -309,7 +309,10 @@ class Policy:
 
     @property
     def _head(self) -> Tensor:
-        """Return the LM head's weight. If sharded, it is whole only within `_compute`."""
+        """Return the LM head's weight.
+
+        In a sharded model the weight is whole only within `_compute`.
+        """
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
@@ -429,7 +432,7 @@ class Policy:
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite all weights in place; if there is an adapter, overwrite only its weights.
+        """Overwrite all weights in place, or only the adapter's weights.
 
         Raises:
             DataError: if a name or a shape differs from the model's; nothing is changed then.
@@ -603,7 +606,10 @@ class Policy:
     def from_predictors(
         self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the result of `compute` for `predictors`, while the LM head is whole."""
+        """Call `compute` with the result of `predictors`, and return its result.
+
+        The LM head is whole during the call.
+        """
         found: tuple[Tensor] = self._compute(lambda: (compute(*self.predictors(batch)),))
         return found[0]
 
@@ -691,7 +697,7 @@ class Policy:
 
 
 def float32_attention(attn_implementation: str) -> str:
-    """Return the name of an attention that computes the same in float32."""
+    """Return the name of an attention that computes the same function in float32."""
     return "auto" if attn_implementation == FLASH else attn_implementation
 
 

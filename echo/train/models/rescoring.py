@@ -31,7 +31,7 @@ probability mass that truncation leaves.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescoring:
-    """The sampling distribution and the rounding of weights for scoring again."""
+    """How tokens are scored again: sampling distribution and rounding of weights."""
 
     sampling: Sampling
     """Sampling settings of the workers."""
@@ -43,7 +43,7 @@ class Rescorer:
     """A frozen model that scores tokens under the weights of one version at a time."""
 
     def __init__(self, source: ModelSource, compute: Compute, rescoring: Rescoring) -> None:
-        """Build the model; `take` or `load` gives it its first weights.
+        """Build the model. `take` or `load` provides its first weights.
 
         Args:
             source: the source of the trained model.
@@ -123,7 +123,7 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
 def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
     """Return the logs of the probability that min_p, top_k and top_p leave, [N].
 
-    The token itself always counts as kept, even if rounding here would exclude it: it was drawn.
+    The token was drawn. So it always counts as kept, even if rounding here would exclude it.
     """
     masses = []
     whole = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)

@@ -144,7 +144,7 @@ def make_warm_model(
     head_dim: int = HEAD_DIM,
     view: WarmupView | None = None,
 ) -> WarmModel:
-    """Return a warmed-up tiny model, from `directory` if it is there already.
+    """Return a warmed-up tiny model, made if `directory` lacks it.
 
     Args:
         task_name: "addition" or "countdown".
@@ -170,7 +170,7 @@ def make_warm_model(
 def warm_model_path(
     task_name: str, directory: Path, *, task: Demonstrator, seed: int, head_dim: int = HEAD_DIM
 ) -> Path:
-    """Return the place of the model that `make_warm_model` makes from the same arguments.
+    """Return the path where `make_warm_model` puts the model.
 
     Raises:
         ConfigError: if the task has no recipe.
@@ -336,7 +336,7 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: on so small a model, two threads mostly wait."""
+    """Let torch use one thread. On so small a model, a second thread mostly waits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

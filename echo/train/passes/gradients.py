@@ -44,7 +44,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFindings:
-    """Sums over a batch's tokens from its gradient pass, the same on all ranks."""
+    """Sums over a batch's tokens. All ranks have the same sums."""
 
     sums: Sums
     """Sums over trained tokens by metric (findings.py), and the loss as "loss/policy"."""
@@ -69,7 +69,10 @@ class _Scored:
 
     @property
     def no_loss(self) -> Tensor:
-        """A loss of 0 with a gradient of 0, for a pass that only other ranks need."""
+        """Return a loss of 0 with a gradient of 0.
+
+        It is for a pass that only other ranks need.
+        """
         return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 
 
@@ -155,8 +158,8 @@ class Gradients:
     ) -> StepError | None:
         """Put a micro-batch through the policy, forward and backward. Return this rank's error.
 
-        If the loss has failed before on this rank, the micro-batch goes through the model without a
-        loss, since the other ranks wait.
+        If the loss has already failed on this rank, the micro-batch goes through the model without
+        it. The other ranks would otherwise wait.
         """
         failure: StepError | None = None
         objective: Tensor | None = None

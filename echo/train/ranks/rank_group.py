@@ -169,7 +169,7 @@ class CrashReasons:
     """The reasons why ranks have ended, kept in the store of all ranks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Store the connection to the store, this rank's number and the number of ranks.
+        """Keep the store, this rank's number and the number of ranks.
 
         The store adds a prefix to each key, so no other user of the store has the same keys.
         """
@@ -258,7 +258,7 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
 
 @dataclass(slots=True, eq=False)
 class RankGroup:
-    """The ranks of a learner, as one of them sees them."""
+    """The ranks of a learner, from the view of one rank."""
 
     ranks: Ranks
     """The ranks in the default process group."""
@@ -289,7 +289,7 @@ class RankGroup:
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
-        """Send a command to the other ranks. The `with` block is the leader's own part.
+        """Send a command to the other ranks. The leader carries it out in the block.
 
         Raises:
             RankError: if another rank has failed.
@@ -361,7 +361,7 @@ which the trainer continues, or None for a new start.
 
 
 class LeadTrainer:
-    """The trainer that the learner uses on rank 0; all ranks carry out its calls together."""
+    """The learner's trainer on rank 0. All ranks carry out its calls together."""
 
     def __init__(
         self, rank_group: RankGroup, build: Build, checkpoint: Path | None, *, published_dtype: str

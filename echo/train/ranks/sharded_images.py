@@ -224,7 +224,7 @@ def receive_rows(
 
 
 def new_memory(num_bytes: int) -> tuple[int, Bytes]:
-    """Return the file descriptor and the mapping of new zeroed memory to share."""
+    """Return new zeroed memory to share: its file descriptor and its mapping."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("echo-image")
     else:

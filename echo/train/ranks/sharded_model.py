@@ -98,7 +98,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
     """Return the names of the tensors that each rank must read whole.
 
-    The rows of these tensors do not come from the same rows of the tensors in the files.
+    The rows of such a tensor come from other rows in the files.
     """
     # A new mapping at each call: some conversions keep a state.
     mapping = get_model_conversion_mapping(shapes)
@@ -150,7 +150,7 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Replace a tensor that has been read by one without memory.
+    """Put a tensor without memory in the place of a tensor that has been read.
 
     The new tensor is on the meta device, and has the shape of this rank's part of `own`.
     """

@@ -152,7 +152,7 @@ class ShardedModel(nn.Module):
     """The root of a sharded model. In its `forward`, embedding and head are whole."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Store a model that is not sharded yet; `shard` divides it."""
+        """Store a model that is not sharded yet. `shard` divides it later."""
         super().__init__()
         self.model = model
 
@@ -254,7 +254,8 @@ def local_parameter(tensor: Tensor) -> Tensor:
 def like(part: Tensor, tensor: Tensor) -> Tensor:
     """Return `part`, as a sharded tensor if `tensor` is sharded.
 
-    `part` has as many rows as this rank's part of `tensor`, and the result as many as `tensor`.
+    `part` has the number of rows of this rank's part of `tensor`. The result has the number of rows
+    of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return part
