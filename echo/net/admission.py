@@ -2,8 +2,8 @@
 
 During the handshake with a client libzmq asks whether to admit the client, by messages to an
 address inside the process (ZAP, RFC 27). The event loop answers, so no thread is needed. All nodes
-of the run dial with the same key, and each kind of guest dials with a key of its own. libzmq
-informs a refused client and closes its connection.
+of the run dial with the same key. Each kind of guest dials with a key of its own. libzmq informs a
+refused client and closes its connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ CONNECTIONS_PER_CHECK = 512
 check continues with the others.
 """
 _BYTES_RECEIVED = struct.Struct("=128xQ")
-"""Extracts `tcpi_bytes_received` from Linux's struct tcp_info."""
 
 
 class AcceptedConnections:
@@ -43,20 +42,20 @@ class AcceptedConnections:
 
     **Strangers** are connections over which no message has arrived. libzmq accepts every
     connection, and each takes a descriptor, which the node needs for its files and links. So at
-    most `max_strangers` stay open: the oldest is closed first. A node of the run sends its first
-    message within a few round trips, so its connection is closed only if `max_strangers` newer
-    connections arrive before that message.
+    most `max_strangers` stay open, and the oldest is closed first. A node of the run sends its
+    first message within a few round trips. So its connection is closed only if `max_strangers`
+    newer connections arrive before that message.
 
     **Unfinished messages.** libzmq reports a message when its last frame has arrived. It bounds the
-    size of a frame and not the number of frames, so it would store an endless message. The kernel
+    size of a frame but not the number of frames. So it would store an endless message. The kernel
     counts the bytes of each connection. A connection is closed if it has received more than its
     limit since its last whole message. The limit is `max_message_bytes` for a node and
-    MAX_GUEST_BYTES for a guest. If guests are admitted, the limit of a stranger is that of a guest.
-    The limit works only on Linux, because other kernels do not report the count.
+    MAX_GUEST_BYTES for a guest. If guests are admitted, a stranger has a guest's limit. The limit
+    works only on Linux, because other kernels do not report the count.
 
     libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor.
-    So when all events have been read, the descriptor's number still belongs to the connection that
-    was added. In the few microseconds after that, the number may be reused, but no harm is done:
+    So when all events have been read, the descriptor's number still belongs to the added
+    connection. The number may be reused in the few microseconds after that. No harm is done:
     `shutdown` fails on a file, and if it ends another link, that link is dialled again.
     """
 
@@ -94,7 +93,7 @@ class AcceptedConnections:
         self._nodes.discard(descriptor)
 
     def spoke(self, descriptor: int, *, is_guest: bool = False) -> None:
-        """Note that a node or guest has sent a whole message, and so is no stranger."""
+        """Note that a node or guest has sent a whole message, so it is no stranger."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)
@@ -102,7 +101,7 @@ class AcceptedConnections:
                 self._nodes.add(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a connection; the caller must first read all events of connections."""
+        """Close a connection, after the caller has read all events of connections."""
         if descriptor in self._whole_bytes:
             _shut_down(descriptor)
 
@@ -142,10 +141,7 @@ class AcceptedConnections:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket object for a descriptor; the descriptor stays open after the block.
-
-    libzmq owns the descriptor and closes it.
-    """
+    """Yield a socket object for a descriptor, which stays open because libzmq owns it."""
     connection = socket.socket(fileno=descriptor)
     try:
         yield connection
@@ -160,7 +156,7 @@ def _shut_down(descriptor: int) -> None:
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Return how many bytes a connection has received; 0 if the kernel does not report it."""
+    """Return a connection's number of received bytes; 0 if the kernel does not report it."""
     if sys.platform != "linux":
         return 0
     try:
@@ -173,7 +169,7 @@ def _bytes_received(descriptor: int) -> int:
 
 
 def largest_message(options: TransportOptions) -> int:
-    """Return the largest number of bytes of a message on the wire, CURVE's overhead included."""
+    """Return the largest size of a message on the wire in bytes, CURVE's overhead included."""
     return options.max_message_bytes * 17 // 16 + (1 << 20)
 
 
@@ -182,7 +178,7 @@ DOMAIN, BULK_DOMAIN = b"echo", b"echo bulk"
 
 
 class ZapHandler:
-    """Answers libzmq's questions whether to admit a client, for the listeners of one context."""
+    """Answers, for the listeners of one context, whether libzmq shall admit a client."""
 
     def __init__(
         self,
@@ -193,7 +189,7 @@ class ZapHandler:
     ) -> None:
         """Start to answer; admit the clients whose public keys are in `users`.
 
-        Make the handler before the listener is bound. `users` maps each public key to its name; the
+        Make the handler before the listener is bound. `users` maps each public key to its name. The
         key of nodes has the name "". `warn` is called when a client is refused.
         """
         self._loop = loop

@@ -78,13 +78,13 @@ class Burst:
         self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
-        """Count a discarded message towards the limit, so that a flood ends the burst, too."""
+        """Count a discarded message towards the limit, so that a flood also ends the burst."""
         self._messages_left -= 1
         self._stats.discarded_messages += 1
 
 
 class Host(Protocol):
-    """The part of the transport that its listeners and dialled links use."""
+    """The transport as its listeners and dialled links use it."""
 
     options: TransportOptions
     totals: TransportStats
@@ -123,8 +123,7 @@ _NEWS: dict[int, News] = {
 
 
 _MAX_MS = 6_553_599
-"""Largest time to live that libzmq accepts, in milliseconds: it has 16 bits for tenths of a second.
-"""
+"""Largest time to live that libzmq accepts, in milliseconds: 16 bits for tenths of a second."""
 
 
 def _ms(seconds: float) -> int:
@@ -143,7 +142,7 @@ class ZmqOutbox:
         self._tracked: deque[tuple[int, zmq.MessageTracker]] = deque()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Queue a message to be sent; return False if the queue is full or the connection closed.
+        """Queue a message; return False if the queue is full or the connection closed.
 
         Raises:
             TransportError: if libzmq cannot send for another reason.
@@ -168,7 +167,7 @@ class ZmqOutbox:
 
     @property
     def unsent_bytes(self) -> int:
-        """Number of accepted bytes, overhead included, that are not yet passed to the kernel."""
+        """Number of accepted bytes that are not yet passed to the kernel, overhead included."""
         while self._tracked and self._tracked[0][1].done:
             self._unsent_bytes -= self._tracked.popleft()[0]
         return self._unsent_bytes
@@ -205,7 +204,7 @@ class ZmqChannel:
     ) -> None:
         """Make a ROUTER or DEALER socket, which the caller then binds or connects.
 
-        `more` has further options of the socket. They override the ones that follow from `options`.
+        `more` has further options of the socket. They override those that follow from `options`.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -263,7 +262,7 @@ class ZmqChannel:
             self._loop.call_soon(self.check)
 
     def read_news(self, at_most: int | None = None) -> bool:
-        """Read and report at most `at_most` events of connections; return whether none is left."""
+        """Report at most `at_most` events of connections; return whether none remains."""
         for _ in itertools.count() if at_most is None else range(at_most):
             if self._monitor.closed:
                 return True
@@ -291,9 +290,9 @@ class ZmqChannel:
         self._read_some_news()
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Return the identity and the frames of the next message; None if no message has arrived.
+        """Return the identity and the frames of the next message; None without a message.
 
-        After `receive` has returned None, the next message wakes the loop.
+        After the result None, the next message wakes the loop.
         """
         try:
             parts = [self.socket.recv(_AT_ONCE, copy=False)]
@@ -320,8 +319,8 @@ class ZmqChannel:
     def user(self) -> PeerId:
         """Return the name under which the connection of the last message was admitted.
 
-        For a bulk connection the name is the peer whose token opened the connection. For a guest it
-        is the name of the guest's key. For any other connection it is "".
+        For a bulk connection it is the peer whose token opened the connection. For a guest it is
+        the name of the guest's key. For any other connection it is "".
         """
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))
@@ -331,7 +330,7 @@ class ZmqChannel:
     def outbox(self, identity: bytes, *, max_unsent_bytes: int | None = None) -> ZmqOutbox:
         """Return a new outbox for the connection that libzmq names by this identity.
 
-        `max_unsent_bytes` limits the bytes that wait in the outbox; None takes the limit of the
+        `max_unsent_bytes` limits the bytes that wait in the outbox. None takes the limit of the
         options.
         """
         most = self._options.max_unsent_bytes if max_unsent_bytes is None else max_unsent_bytes

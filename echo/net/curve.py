@@ -4,22 +4,22 @@ All links are encrypted with CURVE (elliptic curve 25519, forward secret). Two k
 two questions:
 
 * *Is this the right process?* Every process that listens has a **server key**, which is a part of
-  its address: `tcp://host:port#KEY`. The learner sends these addresses to all nodes in its plans,
-  so a user copies only the learner's key by hand.
-* *Does the dialler belong to the run?* The run has one **secret**. The key pair with which every
-  node of the run dials is derived from this secret, and a listener admits only this key.
+  its address: `tcp://host:port#KEY`. The learner sends these addresses to all nodes in its plans.
+  So a user copies only the learner's key by hand.
+* *Does the dialler belong to the run?* The run has one **secret**. All nodes of the run dial with
+  one key pair, which is derived from this secret. A listener admits only this key.
 
 **Guests** are not nodes: they watch the run, or operate it. Each kind of guest has a secret of its
-own, from which the key pair with which it dials is derived. Only the learner admits these keys. The
-learner's transport reports the name of the key with each guest's connection. It does not trust
-guests, and accepts only small messages from them.
+own. The key pair with which it dials is derived from this secret. Only the learner admits these
+keys. The learner's transport reports the name of the key with each guest's connection. It does not
+trust guests, and accepts only small messages from them.
 
 A worker makes a new server key at each start, because other nodes know its address only from plans.
-The address of a relay is written into configurations. So the key of a relay is derived from the
-secret: the join string of the run is enough on every machine and stays valid when the relay
-restarts. As a consequence any node of the run can pose as a relay if it also takes over the relay's
-address. Such a node cannot pose as the learner or change signed data: the join string has the
-fingerprint of the learner's key.
+The address of a relay is written into configurations. So a relay's key is derived from the secret.
+Then the run's join string is enough on every machine, and it stays valid when the relay restarts.
+As a consequence any node of the run can pose as a relay if it also takes over the relay's address.
+It cannot pose as the learner or change signed data, because the join string has the fingerprint of
+the learner's key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeyPair:
 
     @classmethod
     def of(cls, secret: bytes) -> KeyPair:
-        """Return the key pair whose secret half is `secret`, any 32 bytes."""
+        """Return the key pair with this secret half, any 32 bytes."""
         private = X25519PrivateKey.from_private_bytes(secret)
         return cls(private.public_key().public_bytes_raw(), secret)
 
@@ -90,7 +90,7 @@ class CurveKeys:
 
     @classmethod
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
-        """Return the keys of a relay or worker; a worker's server key is new with each call.
+        """Return the keys of a relay or worker; each call makes a new server key for a worker.
 
         If `addresses` has an address with its key, this key is used for the same address without a
         key.
@@ -112,8 +112,8 @@ class CurveKeys:
         """Return the keys that the process at `address` may have, the likeliest first.
 
         There is one key if the address contains its key, or is in `known`. Any other address may
-        belong to a relay, or may be another name of a known process, so several keys are returned,
-        and the caller tries them in turn.
+        belong to a relay, or may be another name of a known process. Then several keys are
+        returned, and the caller tries them in turn.
         """
         own = parse_key(address) or self.known.get(address)
         if own is not None:

@@ -50,7 +50,7 @@ GREETING_BYTES = 64
 
 
 class DiallerHost(Host, Protocol):
-    """The part of the transport that a dialled link uses."""
+    """The transport as a dialled link uses it."""
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
         """Return the keys that the process at `address` may have; None means no encryption."""
@@ -164,7 +164,7 @@ class DialledLink:
         """Open a bulk connection to the offered port.
 
         After the first offer, more bulk connections are requested if the link has a long round-trip
-        time. Each connection has its own token, so a token that another machine reads cannot be
+        time. Each connection has its own token. So a token that another machine reads cannot be
         used again.
         """
         try:
@@ -217,7 +217,7 @@ class DialledLink:
         self._bulk.clear()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Queue a message to be sent; return False if the link is down or its queue is full."""
+        """Queue a message; return False if the link is down or its queue is full."""
         if self._channel is None or self._outbox is None or self._is_over:
             return False
         is_sent = self._outbox.send(frames, num_bytes)
@@ -225,7 +225,7 @@ class DialledLink:
         return is_sent
 
     def close(self) -> None:
-        """End the link; messages already accepted are still delivered for `linger_s` seconds."""
+        """End the link; accepted messages are still delivered for `linger_s` seconds."""
         if self._timer is not None:
             self._timer.cancel()
         if self._attempt is not None:
@@ -381,11 +381,10 @@ class DialledLink:
 async def read_greeting(
     loop: asyncio.AbstractEventLoop, ip_address: str, port: int, *, within_s: float
 ) -> bytes:
-    """Send the start of a ZMTP greeting; return the first bytes that the other side sends.
+    """Send the start of a ZMTP greeting; return the first bytes of the answer.
 
-    libzmq reports that an attempt failed, but does not report the error. The greeting names the
-    security mechanism of the other side. This side must read the greeting before the other side
-    closes the connection.
+    libzmq reports that an attempt failed, but not why. The greeting names the security mechanism of
+    the other side. It must be read before the other side closes the connection.
 
     Raises:
         TimeoutError: if no connection is made within `within_s` seconds.

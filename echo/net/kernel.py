@@ -2,12 +2,12 @@
 
 One TCP connection over a long link is as fast as its buffers and its congestion control permit. At
 1 Gbit/s and 100 ms the bandwidth-delay product is 12.5 MB. A TCP window takes about 0.7 of a
-buffer. So one connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link, and
-several connections together reach all of it. If packets are lost, cubic falls far below the link's
-rate, and BBR does not. So nodes open several connections to a parent if buffers are small or BBR
-may not be chosen. docs/broadcast.md names the sysctls with which one connection is enough.
+buffer. So one connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link. Several
+connections together reach all of it. If packets are lost, cubic falls far below the link's rate,
+and BBR does not. So nodes open several connections to a parent if buffers are small or BBR may not
+be chosen. docs/broadcast.md names the sysctls with which one connection is enough.
 
-Open files: each connection takes a descriptor, so the limit on open files is raised as far as the
+Open files: each connection takes a descriptor. So the limit on open files is raised as far as the
 process may.
 """
 
@@ -52,7 +52,7 @@ _SYSCTLS = Path("/proc/sys/net/ipv4")
 
 
 def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
-    """Return the kernel's settings of TCP; on systems other than Linux all are None."""
+    """Return the kernel's settings of TCP; all are None on systems other than Linux."""
     available = _read(sysctls / "tcp_available_congestion_control")
     default = _read(sysctls / "tcp_congestion_control")
     return KernelFacts(
@@ -77,7 +77,7 @@ def _last_number(words: list[str]) -> int | None:
 def _can_choose(name: str) -> bool:
     """Return whether this process may choose a congestion control algorithm.
 
-    The function tries the algorithm on a new socket, which it closes again.
+    The function tries the algorithm on a new socket, and closes the socket.
     """
     with socket.socket() as probe:
         try:
@@ -117,8 +117,8 @@ def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
     """Raise the limit of open files to `wanted`, if permitted; return the new limit.
 
     If `wanted` is not permitted, the limit is raised as far as permitted. Every link takes
-    descriptors. The usual soft limit of 1024 is meant for programs that use `select`, which Echo
-    does not use.
+    descriptors. The usual soft limit of 1024 is for programs that use `select`. Echo does not use
+    it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,15 +1,15 @@
 """Listening sockets, and the connections that other nodes open to them.
 
-A socket is bound first and listens later: a node takes its address before it opens its files, and
-strangers cannot take the descriptors of those files. Loading a model takes minutes. Meanwhile a
+A socket is bound first and listens later. So a node takes its address before it opens its files,
+and strangers cannot take the descriptors of those files. Loading a model takes minutes. Meanwhile a
 second learner may start on the same port, and Linux lets both bind the port until one of them
 listens. So a bound socket listens for an instant and then stops sharing its port (`_hold`).
 
 The socket is made here and handed to libzmq, so that its congestion control can be chosen. Accepted
 connections inherit the choice. The choice applies to the bytes that the listening side sends: a
 parent listens, and sends weights to its children. BBR keeps its rate when packets are lost, and
-cubic collapses. On loopback, or if the kernel does not permit the wanted algorithm, the system's
-default stays.
+cubic collapses. The system's default stays on loopback, or if the kernel does not permit the wanted
+algorithm.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
 
 _MAX_BACKLOG = 512
-"""Largest number of connections that wait in the kernel until libzmq accepts them; at most a
-sixteenth of the limit of open files."""
+"""Most connections that wait in the kernel for libzmq.
+
+At most a sixteenth of the limit of open files.
+"""
 _REMEDIES = {
     errno.EADDRINUSE: "another process listens there; stop it or choose another port",
     errno.EADDRNOTAVAIL: "this machine has no such address; use one of its own or 0.0.0.0",
@@ -74,7 +76,7 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Make the kernel refuse other sockets that bind this port, and connections to it.
+    """Make the kernel refuse connections to this port, and other sockets that bind it.
 
     Raises:
         OSError: if another socket listens on the port already.
@@ -117,16 +119,18 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
 
 
 MAX_GUEST_UNSENT_BYTES = 4 << 20
-"""Largest number of bytes that wait to be sent to a guest, enough for several statuses of a large
-run. A guest that does not read gets no further message."""
+"""Largest number of bytes that wait to be sent to a guest.
+
+They suffice for several statuses of a large run. A guest that does not read gets no further
+message.
+"""
 STRANGERS_NEWS = 1024
-"""Largest number of events of connections that are read in one turn of the loop before excess
-strangers are closed."""
+"""Most events of connections that one turn of the loop reads before it closes excess strangers."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Inbound:
-    """A peer that opened a connection to this node, or one bulk connection of such a peer."""
+    """A peer that opened a connection to this node, or one of its bulk connections."""
 
     peer: PeerId
     identity: bytes
@@ -142,7 +146,7 @@ class Inbound:
 
 
 class ListenerHost(Host, Protocol):
-    """The part of the transport that its listeners use."""
+    """The transport as its listeners use it."""
 
     @property
     def has_guests(self) -> bool:
@@ -184,7 +188,7 @@ class Listener:
         self._ended: list[Inbound] = []
 
     def drain(self, burst: Burst) -> bool:
-        """Move messages into the burst; return whether no message is left."""
+        """Move messages into the burst; return whether no message remains."""
         while not burst.is_full:
             message = self.channel.receive()
             if message is None:
@@ -201,7 +205,7 @@ class Listener:
         return False
 
     def _take(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
-        """Handle a message of an inbound peer: answer a bulk request, or add it to the burst."""
+        """Answer an inbound peer's bulk request, or add its message to the burst."""
         if frames == [BULK_ASK] and not inbound.user:
             self._host.offer_bulk(inbound)
         else:
@@ -228,7 +232,7 @@ class Listener:
                 self._host.note(self)
 
     def close(self, linger_s: float) -> None:
-        """Close the channel, and with it all connections of inbound peers."""
+        """Close the channel, and so all connections of inbound peers."""
         for handle in (self._closing, self._checking):
             if handle is not None:
                 handle.cancel()
@@ -294,7 +298,7 @@ class Listener:
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
         """Return the inbound peer for a new connection whose first message has arrived.
 
-        None if the connection belongs to no peer, so that its messages are discarded.
+        None if the connection belongs to no peer. Then its messages are discarded.
         """
         user = self.channel.user()
         most = MAX_GUEST_UNSENT_BYTES if user else None

@@ -6,14 +6,14 @@ addresses, and reports events. The events of each peer are in this order:
     Connected  Received*  Disconnected      for a dialled peer again after each redial, with a
                                             DialFailed for each failed attempt
 
-A *dialled* peer is the link that `dial` opened; it keeps its id through every loss and redial until
+A *dialled* peer is the link that `dial` opened. It keeps its id through every loss and redial until
 `hang_up`. An *inbound* peer is one connection that another node opened. When the connection is
-lost, the id ends; if the same node connects again, it is a new peer. Ids are never used twice.
+lost, the id ends. If the same node connects again, it is a new peer. Ids are never used twice.
 
 Every implementation guarantees the following, and the contract tests check it:
 
 * Between `Connected` and `Disconnected` messages arrive whole, once and in order. Messages that
-  have not arrived when a connection breaks are lost, so the protocol above uses acknowledgements.
+  have not arrived when a connection breaks are lost. So the protocol above uses acknowledgements.
 * Messages that a peer sent before it closed are received before its `Disconnected`.
 * The dialling side sends the first message: an inbound peer becomes known with its first message.
 * A link may have **bulk connections** beside it, without encryption. Messages over bulk connections
@@ -24,8 +24,8 @@ Every implementation guarantees the following, and the contract tests check it:
   reading, so the queues of its peers fill.
 * Only the loop's thread may call a transport. `send`, `dial` and `hang_up` never block.
 
-A `Disconnected` may be late by `dead_after_s` (a machine that vanishes sends nothing). For an
-inbound peer the event can be missing altogether. So the protocol has heartbeats of its own.
+A `Disconnected` may be late by `dead_after_s`, because a machine that vanishes sends nothing. For
+an inbound peer the event can be missing altogether. So the protocol has heartbeats of its own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A peer is connected: `send` accepts messages for it from now on."""
+    """A peer is connected, so `send` accepts messages for it."""
 
     peer: PeerId
     address: str | None
@@ -69,7 +69,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The connection of a peer has ended; a dialled peer is dialled again until `hang_up`."""
+    """The connection of a peer has ended; a dialled peer is redialled until `hang_up`."""
 
     peer: PeerId
     reason: str
@@ -219,7 +219,7 @@ class Transport(abc.ABC):
         """End the link to a peer: no event of the peer follows, and sends to it are refused.
 
         Accepted messages are still delivered for `linger_s`. The connection to a dialled peer or a
-        guest is closed; further messages of an inbound peer are discarded. An unknown peer is
+        guest is closed. Further messages of an inbound peer are discarded. An unknown peer is
         ignored.
         """
 
@@ -231,7 +231,7 @@ class Transport(abc.ABC):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Queue a message to be sent to a peer, or drop the message; never block.
+        """Queue a message for a peer, or drop it; never block.
 
         Frames are not copied, so the caller must never change their memory.
 
@@ -272,7 +272,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Return the host and the port of "tcp://host:port" or "tcp://host:port#key".
 
     IPv6 addresses stand in brackets, as in tcp://[::1]:7700. For a listener port 0 means any free
-    port. The key is the key of the process that listens at the address; `parse_key` returns it.
+    port. The key belongs to the process that listens at the address. `parse_key` returns it.
 
     Raises:
         TransportError: if the address has another form.
@@ -299,13 +299,13 @@ def parse_key(address: str) -> bytes | None:
 
 
 def with_key(address: str, key: bytes) -> str:
-    """Return an address with this public key, in place of any key that the address had."""
+    """Return an address with this public key, in place of any earlier key."""
     text = base64.urlsafe_b64encode(key).decode().rstrip("=")
     return f"{without_key(address)}#{text}"
 
 
 def without_key(address: str) -> str:
-    """Return an address without its key and without the secret that may follow the key."""
+    """Return an address without its key and the secret that may follow the key."""
     return address.partition("#")[0]
 
 

@@ -12,12 +12,12 @@ shares one channel among all inbound peers, which `admission.py` bounds. A `Dial
 
 **One connection, one channel, one identity.** A dialled link opens a new channel for each attempt,
 because libzmq would mix the messages of two connections in one pipe. So libzmq's own reconnection
-is off. ZMQ_IMMEDIATE stays 0: if it were 1, messages that a peer sent just before it closed would
+is off. ZMQ_IMMEDIATE stays 0. If it were 1, messages that a peer sent just before it closed would
 be discarded. The end of a connection is reported only after its channel has been drained, so last
-messages come first. The ROUTER names each inbound connection itself (no routing id is sent), so a
-node that comes back after a half-open connection is a new peer and not a refused duplicate. libzmq
-reports the end of an inbound connection by its descriptor, so a peer's descriptor is read with its
-first message. libzmq reports this end before it closes the descriptor, so the number of a
+messages come first. The ROUTER names each inbound connection itself, because no routing id is sent.
+So a node that comes back after a half-open connection is a new peer and not a refused duplicate.
+libzmq reports the end of an inbound connection by its descriptor. So a peer's descriptor is read
+with its first message. libzmq reports this end before it closes the descriptor. So the number of a
 descriptor never belongs to two peers at once.
 
 **Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how many
@@ -30,15 +30,15 @@ reading, TCP fills, trackers stay open, and `send` refuses.
 
 **Sockets are drained raw, on the loop.** A reader callback only marks a socket as readable.
 `receive` takes messages until EAGAIN or the end of its budget, and yields to the loop before it
-continues: one wake-up per burst, and no future per message. ZeroMQ's descriptor is edge-triggered:
-an edge means "read ZMQ_EVENTS", and any send may consume an edge. So the loop reads ZMQ_EVENTS
-again in the turn after a send, and a socket stays marked until it returns EAGAIN. Monitors are
-drained in their callback, because libzmq's I/O thread waits while a monitor is full.
+continues. So there is one wake-up per burst, and no future per message. ZeroMQ's descriptor is
+edge-triggered: an edge means "read ZMQ_EVENTS", and any send may consume an edge. So the loop reads
+ZMQ_EVENTS again in the turn after a send, and a socket stays marked until it returns EAGAIN.
+Monitors are drained in their callback, because libzmq's I/O thread waits while a monitor is full.
 
-**Encryption** is CURVE (`curve.py`): a transport with keys encrypts all its links, and a transport
-without keys encrypts none. libzmq closes a connection that does not finish the handshake in time. A
-listener without keys cannot close a connection in this way if the connection sends the bytes of
-ZMTP 1, which has no handshake.
+**Encryption** is CURVE (`curve.py`). A transport with keys encrypts all its links, and a transport
+without keys encrypts none. libzmq closes a connection that does not finish the handshake in time.
+ZMTP 1 has no handshake. So a listener without keys cannot close a connection that sends the bytes
+of ZMTP 1.
 
 **Bulk connections** carry chunks that are encrypted already. CURVE would cost more CPU for them
 than all other steps of a chunk. A dialled link requests each connection over CURVE, and gets a port
@@ -54,9 +54,9 @@ and a token:
 A token is valid for one connection of one link, and expires with the link. Without a token the
 handshake fails. During the handshake libzmq reads at most 256 bytes at a time and buffers nothing.
 The same bounds on strangers hold as on the link's own port. Only the empty message is accepted from
-a dialler. A dialler marks messages over a bulk connection `is_public`: another machine may have
-made them. If a bulk connection cannot be opened (a firewall blocks its port), all messages use the
-link. If a bulk connection ends, the link is dialled again.
+a dialler. A dialler marks messages over a bulk connection `is_public`, because another machine may
+have made them. If a bulk connection cannot be opened (a firewall blocks its port), all messages use
+the link. If a bulk connection ends, the link is dialled again.
 
 **Heartbeats** are those of ZMTP. A thread of libzmq answers them, so a node with a busy loop does
 not look dead.
@@ -206,7 +206,7 @@ class ZmqTransport(Transport):
         self._listen_address = address if key is None else with_key(address, key)
 
     async def _bind_bulk(self, host: str, wanted: int) -> socket.socket | None:
-        """Return a bound socket for bulk connections, at the port `wanted` or at any free port.
+        """Return a bound socket for bulk connections, at the port `wanted` or any free port.
 
         None if no port can be bound.
         """
@@ -371,7 +371,7 @@ class ZmqTransport(Transport):
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Send an inbound peer the bulk port and a token; port 0 means there is no bulk port."""
+        """Send the bulk port and a token to an inbound peer; port 0 means no bulk port."""
         if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
@@ -382,7 +382,7 @@ class ZmqTransport(Transport):
         inbound.outbox.send(offer, sum(map(len, offer)))
 
     def warn(self, place: str, reason: str, text: str) -> None:
-        """Log a warning, unless it was logged for this place and reason within the last minute.
+        """Log a warning, at most once a minute for each place and reason.
 
         So redials and several links to one place do not repeat the warning.
         """
@@ -431,7 +431,7 @@ class ZmqTransport(Transport):
     def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
         """Return the socket options that encrypt a link to the owner of this server key.
 
-        For None, which means no encryption, there are no options.
+        Without encryption the key is None, and there are no options.
         """
         if self._keys is None or server_key is None:
             return {}
