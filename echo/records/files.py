@@ -61,7 +61,7 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process on this machine has locked a file; False if there is no file."""
+    """Return whether a process on this machine has locked a file; False without a file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -76,7 +76,7 @@ def is_locked(path: Path) -> bool:
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a file atomically, or replace its content, and sync the file to the disk.
+    """Write or replace a file atomically, and sync it to the disk.
 
     `mode` is the permission mode of a new file, before the umask.
 
@@ -119,8 +119,8 @@ def sync_path(path: Path) -> None:
 def hash_file(path: Path) -> str:
     """Return the BLAKE3 hash of a file as hexadecimal digits.
 
-    The file is read, not mapped into memory: if a sector is bad, the function raises OSError, and
-    the process is not killed.
+    The file is read, not mapped into memory. So a bad sector raises OSError, and does not kill the
+    process.
     """
     digest = blake3(max_threads=blake3.AUTO)
     with path.open("rb") as file:
@@ -148,7 +148,7 @@ class DiskSpeed:
 
 
 def measure_disk(directory: Path) -> DiskSpeed:
-    """Measure the speed of a directory's volume by writing a temporary file for about TRIAL_S.
+    """Measure the speed of a directory's volume with a temporary file, for about TRIAL_S.
 
     Raises:
         OSError: if the file cannot be written.

@@ -4,35 +4,36 @@ A record is on the disk before any node is informed of the event. Files in the r
 format 3:
 
 * `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
-  2, 3, ... without a gap), `body` (a JSON object: `kind`, `at` in Unix seconds, and the fields of
-  the record class of this kind below) and `hash` (BLAKE3 of seq as 8 bytes, little-endian, followed
-  by body). `kind` and `at` are columns too. `PRAGMA user_version` is the format.
+  2, 3, ... without a gap), `body` and `hash`. `body` is a JSON object: `kind`, `at` in Unix
+  seconds, and the fields of the record class of this kind below. `hash` is BLAKE3 of seq as 8
+  bytes, little-endian, followed by body. `kind` and `at` are columns too. `PRAGMA user_version` is
+  the format.
 * `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. The number
-  is outside the database. So if the log is damaged or an older database is copied here, the missing
-  rows are noticed.
+  is outside the database. So missing rows are noticed if the log is damaged or an older database is
+  copied here.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
   group and the hash of its bytes. A file retires once all its groups have ended and no resume can
-  void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read;
-  older files are deleted.
+  void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read.
+  Older files are deleted.
 * `ledger.lock`: the learner that writes the ledger locks this file, which has the learner's process
   id.
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
-step > f: these steps were abandoned. The remaining records are the surviving line. On this line
-every accepted group has at most one end (it was trained or discarded), and exactly one after the
-run has finished. A discard is never voided.
+step > f, because these steps were abandoned. The remaining records are the surviving line. On this
+line every accepted group has at most one end (it was trained or discarded). It has exactly one
+after the run has finished. A discard is never voided.
 
 Durability. The event loop never waits for the disk: it appends to a queue in memory. One other
-thread at a time writes the queue in order: either the whole queue or nothing (`commit`).
-After `commit` the records survive a kill of the process (write-ahead log, synchronous = NORMAL);
-after `sync` they survive a power cut too (FULL). So a record is committed before other nodes are
-informed of the event. The record is synced before another copy of the same data is dropped: a
-worker's copy of an acknowledged group, or a checkpoint that a newer one replaces. After a kill or a
-power cut the ledger has a prefix of the committed records, which includes all synced records. All
-processes that have the ledger open share memory for the write-ahead log, so on a network volume
-they must run on the learner's machine.
+thread at a time writes the queue in order: either the whole queue or nothing (`commit`). After
+`commit` the records survive a kill of the process (write-ahead log, synchronous = NORMAL). After
+`sync` they survive a power cut too (FULL). So a record is committed before other nodes are informed
+of the event. It is synced before another copy of the same data is dropped. Such a copy is a
+worker's acknowledged group, or a checkpoint that a newer one replaces. After a kill or a power cut
+the ledger has a prefix of the committed records, which includes all synced records. All processes
+that have the ledger open share memory for the write-ahead log. So on a network volume they must run
+on the learner's machine.
 """
 
 from __future__ import annotations
@@ -81,8 +82,7 @@ READ_ROWS = 2000
 """Number of rows per query, which limits the time for which a reader holds a lock."""
 
 _SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
-"""Errors that reading the database can raise; UnicodeDecodeError if the text of SQLite's error is
-damaged."""
+"""Errors that reading the database can raise; UnicodeDecodeError if SQLite's text is damaged."""
 _SCHEMA = """
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY,
@@ -144,8 +144,10 @@ class Trained(Record, tag="trained"):
     staleness: dict[int, int]
     """Number of trained tokens by staleness."""
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """For each group in which stale tokens were masked: the numbers of its remaining tokens, one
-    for each remaining version."""
+    """The remaining tokens of each group in which stale tokens were masked.
+
+    A group has one number for each remaining version.
+    """
 
 
 class Published(Record, tag="published"):
@@ -155,7 +157,7 @@ class Published(Record, tag="published"):
 
 
 class Sealed(Record, tag="sealed"):
-    """A published version was hashed. Workers record the hashes of the versions they installed."""
+    """A published version was hashed; workers record the hashes that they installed."""
 
     version: PolicyVersion
     root: str
@@ -172,7 +174,7 @@ class Checkpointed(Record, tag="checkpoint"):
 
 
 class Finished(Record, tag="finished"):
-    """The run has finished: all steps are made, saved and exported, and every node was informed."""
+    """The run has finished: all steps are made, saved and exported, and all nodes informed."""
 
     step: int
     """Number of optimizer steps that the run has made."""
@@ -251,7 +253,7 @@ def _hash(seq: int, body: bytes) -> bytes:
 
 
 def _tokens_by_version(group: Group) -> tuple[int, ...]:
-    """Return how many trainable tokens each version sampled, in the order of `group.versions`."""
+    """Return how many trainable tokens each version sampled, as in `group.versions`."""
     rows = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
@@ -261,7 +263,7 @@ def _tokens_by_version(group: Group) -> tuple[int, ...]:
 
 
 def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
-    """Return staleness -> number of the groups' trained tokens that have this staleness.
+    """Return staleness -> number of the groups' trained tokens.
 
     `consumed_at` is the number of optimizer steps done before the step that trains the groups.
     """
@@ -279,7 +281,7 @@ class LedgerQueue(ABC):
     """A queue of a run's records and groups, and the interface of the storage behind it.
 
     `append` and `store` only fill the queue and may be called in the event loop. The other methods
-    access the disk, one method at a time, so only threads that may wait for the disk call them.
+    access the disk, one at a time. So only threads that may wait for the disk call them.
     """
 
     def __init__(self, run_dir: Path, *, spool_bytes: float) -> None:
@@ -362,7 +364,7 @@ class LedgerQueue(ABC):
     def trained(self, groups: Sequence[Group], *, lineage: int, consumed_at: int) -> dict[int, int]:
         """Commit the record of an optimizer step that has trained these groups.
 
-        Return the number of trained tokens by staleness.
+        Return staleness -> number of trained tokens.
         """
         staleness = staleness_of_groups(groups, consumed_at=consumed_at)
         self.append(
@@ -387,7 +389,7 @@ class LedgerQueue(ABC):
         """Sync the record of a checkpoint, and drop the bytes of groups no longer needed.
 
         `oldest_step` is the step of the oldest kept checkpoint. A group is needed until it has
-        ended. If it was trained after `oldest_step`, it stays needed, because a resume from that
+        ended. A group that was trained after `oldest_step` stays needed, because a resume from that
         checkpoint trains it again.
         """
 
@@ -401,7 +403,7 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def free_unused(self) -> None:
-        """Drop the bytes of groups that were not loaded after the learner has restarted."""
+        """Drop the bytes of groups that were not loaded after a restart of the learner."""
 
     @abstractmethod
     def close(self) -> None:
@@ -461,12 +463,11 @@ class Ledger(LedgerQueue):
         self._used_bytes = sum(path.stat().st_size for path in files)
 
     def _group_files(self) -> set[Path]:
-        """Return the paths of the group files; other files in their directory are ignored."""
         found = self._groups_dir.glob("*.bin")
         return {p for p in found if p.stem.isdecimal() and p.stem == f"{int(p.stem):06d}"}
 
     def _open_database(self) -> sqlite3.Connection:
-        """Connect to the database with a write-ahead log; create the table in a new database.
+        """Connect to the database with a write-ahead log; create the table in a new one.
 
         Raises:
             StorageError: if the volume does not support a write-ahead log.
@@ -538,7 +539,7 @@ class Ledger(LedgerQueue):
                 self._empty_log()
 
     def _put(self, parts: Sequence[Frame]) -> Place:
-        """Append the bytes of a group to the current group file; return where they are."""
+        """Append the bytes of a group to the current group file; return their place."""
         if self._file is None or self._file.tell() >= GROUP_FILE_BYTES:
             self._next_file()
         file = self._file
@@ -604,7 +605,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Remember that a group was accepted into a file, or the step at which a group ended."""
+        """Remember into which file a group was accepted, or at which step it ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)
@@ -649,7 +650,7 @@ class Ledger(LedgerQueue):
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Sync the queue, close the files, and leave a database that needs no log file."""
+        """Sync the queue, close the files, and leave a database without a log file."""
         with self._write_lock:
             self._write_queue(durably=True)
             with _named(self.run_dir):
@@ -660,7 +661,7 @@ class Ledger(LedgerQueue):
         self.release()
 
     def release(self) -> None:
-        """Close the files, if they are open, without writing the queue, whose records are lost."""
+        """Close the files without writing the queue, whose records are lost."""
         with self._write_lock:
             if self._lock_file < 0:
                 return
@@ -673,7 +674,7 @@ class Ledger(LedgerQueue):
 
 @contextmanager
 def _named(directory: Path, what: str = "the ledger") -> Iterator[None]:
-    """Within the block, raise a StorageError for any error of the disk or of SQLite.
+    """Turn any error of the disk or of SQLite in the block into a StorageError.
 
     The message names the directory and the remedy.
     """
@@ -809,7 +810,7 @@ def read_lines(run_dir: Path) -> Iterator[str]:
 def read_records(run_dir: Path) -> Iterator[AnyRecord]:
     """Yield the records of a run, oldest first.
 
-    The run may be under way; records that are written while this function reads are left out.
+    The run may be under way. Records that are written meanwhile are left out.
 
     Raises:
         DataError: if the run has no ledger.
@@ -866,12 +867,12 @@ def lock_run(run_dir: Path) -> int:
 
 
 def is_in_use(run_dir: Path) -> bool:
-    """Return whether a learner on this machine has the run open; nothing is changed."""
+    """Return whether a learner on this machine has the run open; changes nothing."""
     return is_locked(run_dir / "ledger.lock")
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether a directory has a run with records; such a run can only be resumed.
+    """Return whether a directory has a run with records, which can only be resumed.
 
     Raises:
         StorageError: if the ledger cannot be read.
@@ -886,7 +887,7 @@ def has_begun(run_dir: Path) -> bool:
 class LedgerState:
     """The state of a run's groups after a return to a checkpoint.
 
-    Steps that were made after the checkpoint do not count.
+    Steps after the checkpoint do not count.
     """
 
     lineages: tuple[Lineage, ...] = ()
@@ -1052,7 +1053,7 @@ class StoredGroup(NamedTuple):
 
 
 def stored_groups(records: Iterable[AnyRecord]) -> list[StoredGroup]:
-    """Return the accepted groups of a run, in the order in which they were accepted.
+    """Return the accepted groups of a run, in the order of acceptance.
 
     The files of groups that ended long ago may be deleted (see the module's docstring).
     """

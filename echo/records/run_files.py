@@ -46,7 +46,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class MetricsHistory:
-    """The rows of metrics.jsonl whose steps belong to the surviving history of the run."""
+    """The rows of metrics.jsonl on the surviving history of the run."""
 
     train: tuple[MetricsRow, ...] = ()
     """Rows of optimizer steps, in order; each has `reward/mean`."""
@@ -143,9 +143,9 @@ def read_status(run_dir: Path) -> RunStatus:
 def read_metrics(run_dir: Path) -> MetricsHistory:
     """Return the metrics of a run without rows of abandoned steps.
 
-    The first row of a new lineage shows the step at which the run was resumed, and rows of later
-    steps in older lineages are left out. If a step is repeated within a lineage, its earlier rows
-    are left out, too.
+    The first row of a new lineage shows the step at which the run was resumed. Rows of later steps
+    in older lineages are left out. If a step is repeated within a lineage, its earlier rows are
+    left out, too.
 
     Raises:
         DataError: if the run has no metrics.
@@ -209,7 +209,7 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 
 
 def _is_of_evaluation(key: str) -> bool:
-    """Return whether a key of metrics is a figure of an evaluation, but not of a reward's part.
+    """Return whether a key is a figure of an evaluation, but not of a reward's part.
 
     The key of a reward's part has one more level.
     """
@@ -217,7 +217,7 @@ def _is_of_evaluation(key: str) -> bool:
 
 
 def _evaluation(row: MetricsRow, step: int) -> Evaluation | None:
-    """Return the evaluation that a row of metrics contains; None if it contains none.
+    """Return the evaluation that a row of metrics contains, or None.
 
     The keys of an evaluation are eval/<task>/reward and eval/<task>/greedy.
     """
@@ -293,7 +293,7 @@ def _rate(deliveries: list[Delivery], group_size: int) -> WorkerRate:
 
 
 def tokens_by_staleness(rows: Iterable[MetricsRow]) -> dict[int, int]:
-    """Return the number of trained tokens by staleness, summed over rows of metrics."""
+    """Return staleness -> number of trained tokens, summed over rows of metrics."""
     totals: dict[int, int] = {}
     for row in rows:
         histogram: Mapping[str, int] = row.get("staleness/hist") or {}
