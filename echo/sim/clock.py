@@ -2,9 +2,9 @@
 
 Tasks, timers and timeouts run on a `VirtualLoop` without change. When no callback is ready, time
 jumps to the next timer. Calls for the same instant are made in the order in which they were
-scheduled, so the same program gives the same history. The loop has no sockets and no threads. The
-loop itself makes the calls that a node would make in threads (`InlineThreads`), each after the
-simulated time that the call takes.
+scheduled. So the same program gives the same history. The loop has no sockets and no threads. It
+also makes the calls that a node would make in threads (`InlineThreads`). Each is made after the
+simulated time that it takes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from echo.runtime.threads import Returned
 
 
 class StandstillError(RuntimeError):
-    """The program has not ended, but no callback or timer is scheduled on the loop."""
+    """The program has not ended, but nothing is scheduled on the loop."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop whose time jumps to the next timer when no callback is ready.
 
-    Timers of the same instant fire in the order in which they were set, so messages that arrive
+    Timers of the same instant fire in the order in which they were set. So messages that arrive
     together keep their order. asyncio's own loops do not promise this.
     """
 
@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Schedule a callback for an instant; callbacks already set for this instant run first."""
+        """Schedule a callback for an instant, after earlier callbacks of this instant."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
@@ -85,7 +85,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any
     ) -> NoReturn:
-        """Refuse to run a function in a thread: its duration in virtual time is unknown.
+        """Refuse to run a function in a thread, because its virtual duration is unknown.
 
         Raises:
             RuntimeError: always.
@@ -106,7 +106,7 @@ class InlineThreads:
         self.is_closed = False
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return how many simulated seconds a call of `function` takes in this pool."""
+        """Return the simulated seconds of a call of `function` in this pool."""
         return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
@@ -114,12 +114,12 @@ class InlineThreads:
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:
-        """Drop all scheduled calls, also calls whose simulated time has begun."""
+        """Drop all scheduled calls, also those whose simulated time has begun."""
         self.is_closed = True
 
 
 class InlinePool:
-    """Replaces one pool of threads: calls begin in the order in which they were requested."""
+    """Replaces one pool of threads: calls begin in the order of the requests."""
 
     def __init__(self, threads: InlineThreads, name: str, num_threads: int) -> None:
         self._threads = threads
@@ -127,13 +127,10 @@ class InlinePool:
         self._free_at = [-math.inf] * num_threads
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Schedule a call of `function`.
+        """Schedule a call of `function`; return the future of its result.
 
         The simulated time of the call begins when one of the pool's simulated threads is free. The
         call is made at the end of this time.
-
-        Returns:
-            The future of the call's result.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Returned] = loop.create_future()

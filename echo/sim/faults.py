@@ -17,7 +17,10 @@ from echo.sim.worker import SimWorker
 
 @dataclass(slots=True, eq=False)
 class SimulatedSite:
-    """A rented machine and its access to the network. At times no worker's process runs on it."""
+    """A rented machine and its access to the network.
+
+    At times no worker's process runs on it.
+    """
 
     name: str
     offer: Offer
@@ -91,7 +94,7 @@ class Faults:
         self._stage.loop.call_later(wait_s, self._lose, site, chance)
 
     def _lose(self, site: SimulatedSite, chance: random.Random) -> None:
-        """Take a spot machine away for its restart time; then schedule its next loss."""
+        """Take a spot machine away for its restart time, and schedule its next loss."""
         self._take(site, is_silent=True, for_s=site.offer.restart_s)
         self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 

@@ -90,7 +90,7 @@ class SimLearner(LearnerNode):
     ) -> None:
         """Start a run of the scenario on this transport.
 
-        `end` is called when the run ends: with the reason, or with "" after the last step.
+        `end` is called when the run ends. Its argument is the reason, or "" after the last step.
         """
         self.link, self._num_broadcasts = transport, 0
         self._scenario, self._groups, self._history, self._end_run = scenario, groups, history, end
@@ -123,7 +123,7 @@ class SimLearner(LearnerNode):
         super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
-        """Return, by group id, the number of tokens of each accepted and untrained group."""
+        """Return group id -> number of tokens of each accepted and untrained group."""
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
@@ -297,7 +297,7 @@ def _activation_settings(scenario: Scenario, *, scale: float) -> ActivationSetti
 
 
 def _egress_per_gb(scenario: Scenario) -> float:
-    """Return the $ per GB that leaves the learner, as a mean over regions that have nodes."""
+    """Return the mean $ per GB that leaves the learner, over regions with nodes."""
     fleet = scenario.fleet
     regions = {o.region for o, count in zip(fleet.offers, scenario.counts, strict=True) if count}
     prices = [fleet.regions[name].price_per_gb for name in sorted(regions)]

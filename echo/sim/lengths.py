@@ -36,7 +36,7 @@ class GroupLength:
 class LogNormalLengths:
     """Draws the lengths of completions, independently, from a log-normal distribution.
 
-    A completion that would be longer than the limit has the length of the limit.
+    Lengths above the limit are cut to the limit.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ _decoder = msgspec.msgpack.Decoder(_Named)
 
 
 class Groups:
-    """The length of every group, and how many of its tokens each version sampled, by group id."""
+    """The length of every group, and how many of its tokens each version sampled."""
 
     def __init__(self, lengths: LogNormalLengths, *, upload_bytes_per_token: float) -> None:
         self._lengths = lengths
@@ -107,7 +107,7 @@ class Groups:
         return self._lengths.of(group_id)
 
     def num_bytes(self, header: Frame) -> float:
-        """Return how many bytes the group with this header would take on the wire in a real run."""
+        """Return the bytes on the wire of the group with this header, as in a real run."""
         group_id = _decoder.decode(header).group_id
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 

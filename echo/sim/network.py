@@ -3,11 +3,11 @@
     sender's uplink  ->  route between two regions  ->  receiver's downlink
     (shared by all)      (one stream's rate, delay)      (shared by all)
 
-* **Bulk** messages (chunks, groups) queue at the uplink in the order in which they were sent, take
-  the route at the rate of one stream, and queue again at the downlink. A stage begins with the
-  first byte of a message, so an idle stage adds no time. **Small** messages do not queue. They pass
-  between bulk messages, as if they were packets of other connections, and only the latency delays
-  them. Messages of one connection arrive in order.
+* **Bulk** messages are chunks and groups. They queue at the uplink in the order in which they were
+  sent, take the route at the rate of one stream, and queue again at the downlink. A stage begins
+  with the first byte of a message, so an idle stage adds no time. **Small** messages do not queue.
+  They pass between bulk messages, as if they were packets of other connections, and only the
+  latency delays them. Messages of one connection arrive in order.
 * A connection is a stream, like TCP: a lost packet costs time, and no message is lost. The rate of
   a route is the measured rate of one stream, which includes TCP's response to lost packets.
 * When a cut begins, messages in flight are lost and the connection stalls. An end of the connection
@@ -67,7 +67,7 @@ class Route:
             raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop it, cut")
 
     def joined(self, other: Route) -> Route:
-        """Return the route that consists of this route followed by `other`."""
+        """Return this route followed by `other`."""
         return Route(
             bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
             latency_s=self.latency_s + other.latency_s,
@@ -197,7 +197,7 @@ class Network:
         return asyncio.get_running_loop().time()
 
     def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call for an instant. If the instant has passed, make the call now."""
+        """Schedule a call for an instant, or make it now if the instant has passed."""
         loop = asyncio.get_running_loop()
         loop.call_at(max(instant, loop.time()), call, *arguments)
 
@@ -212,7 +212,7 @@ class Network:
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 
     def set_route(self, source: str, destination: str, route: Route) -> None:
-        """Replace the route from one region to another; messages under way keep the old route."""
+        """Replace the route between two regions; messages under way keep the old route."""
         self._routes[source, destination] = route
         for end in self._standing():
             if (end.client.port.region, end.far.client.port.region) == (source, destination):
@@ -292,7 +292,6 @@ class Network:
         client.on_connected(end)
 
     def _lay(self, end: LinkEnd) -> None:
-        """Set the route from this end of a connection to the other end."""
         port = end.client.port
         end.route = route = self.route(port.region, end.far.client.port.region)
         end.stream_bytes_per_s = min(route.bytes_per_s, port.up_bytes_per_s)
@@ -315,7 +314,7 @@ class Network:
             self.at(at, self._on_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
-        """End a process and notify its peers; messages sent before still arrive for `linger_s`."""
+        """End a process and notify its peers; sent messages still arrive for `linger_s`."""
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")
@@ -345,10 +344,7 @@ class Network:
             self._ends.pop(end.client, None)
 
     def _on_end(self, end: LinkEnd, reason: str) -> None:
-        """Notify an end that the other side has closed the connection.
-
-        The end is notified only after all messages of the other side have arrived.
-        """
+        """Notify an end that the other side has closed, after all its messages have arrived."""
         if end.is_stalled or end.is_over:
             return
         if end.far.done_at > self.now:
@@ -364,7 +360,7 @@ class Network:
     # --- messages --------------------------------------------------------------------------------
 
     def send(self, end: LinkEnd, frames: list[Frame]) -> bool:
-        """Send a message from this end to the other; return False if there is no connection."""
+        """Send a message from this end to the other; return False without a connection."""
         if not end.is_open:
             return False
         here, there = end.client.port, end.far.client.port
@@ -389,7 +385,7 @@ class Network:
         return True
 
     def _weigh(self, frames: Sequence[Frame]) -> tuple[str, float]:
-        """Return the kind of a message, and how many bytes it takes on the wire."""
+        """Return a message's kind and its size on the wire in bytes."""
         num_bytes: float = FRAMING_BYTES + len(frames[0])
         if len(frames) == 1:
             return "control", num_bytes
@@ -449,7 +445,6 @@ class Network:
         return False
 
     def _standing(self) -> Iterator[LinkEnd]:
-        """Yield all ends of open connections."""
         return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
 
     def _stall(self, end: LinkEnd) -> None:
@@ -467,6 +462,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return the index of the group that has the node of `port` or the node's region; else None."""
+    """Return the index of the group with the node of `port` or its region; else None."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

@@ -1,8 +1,8 @@
 """Simulates a fleet: builds the nodes of a scenario, lets time pass, and records a history.
 
-The learner, the relays and the roles of workers run their real code, on a loop of virtual time
-(`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are replaced
-by the time that they take (`timing.py`).
+The learner, the relays and the roles of workers run their real code. They run on a loop of virtual
+time (`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are
+replaced by the time that they take (`timing.py`).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Simulation:
         self._fail(context.get("exception") or RuntimeError(context["message"]))
 
     def _fail(self, error: BaseException) -> None:
-        """End the simulation with an unexpected exception, which is an error of the program."""
+        """End the simulation with an unexpected exception, an error of the program."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -207,7 +207,7 @@ class Simulation:
         return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
-        """Return the present price of a node; the price of traffic is per simulated GB."""
+        """Return the present price of a node; traffic is priced per simulated GB."""
         return Price(
             per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,
@@ -260,7 +260,7 @@ class Simulation:
     # --- ends and returns ------------------------------------------------------------------------
 
     def _worker_ended(self, worker: SimWorker) -> None:
-        """Note that a worker has ended, and add the tokens that it sampled to the history.
+        """Note that a worker has ended, and add its sampled tokens to the history.
 
         If the worker has given its machine back, its site is not used again.
         """
@@ -276,13 +276,13 @@ class Simulation:
     def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
         """End a worker's process; messages that it has not sent are lost.
 
-        If `is_silent`, its machine is lost, too, so that no peer is notified.
+        If `is_silent`, its machine is lost, too, and no peer is notified.
         """
         worker.stop("killed")
         worker.link.kill(is_silent=is_silent)
 
     def end(self, reason: str) -> None:
-        """End the run; `reason` says why, and is empty after the last step."""
+        """End the run; `reason` is empty after the last step."""
         if not self._ended.done():
             self._ended.set_result(reason)
 
@@ -331,7 +331,7 @@ class Simulation:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Within the block, run the garbage collector less often.
+    """Run the garbage collector less often, within the block.
 
     Many objects of a simulation live long, and few are in reference cycles.
     """

@@ -44,7 +44,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BillRecord:
-    """The costs of the run as the learner counts them at the end of a step."""
+    """The costs of the run, as the learner counts them at the end of a step."""
 
     time_s: float
     per_h: float
@@ -110,7 +110,7 @@ class History:
     def recorded(self, record: AnyRecord, groups: Groups) -> None:
         """Add a record of the learner's ledger to the history.
 
-        Only discarded groups and changes of activation are added; other records are ignored.
+        Only discarded groups and changes of activation are added.
         """
         match record:
             case Discarded() if tokens := groups.waiting(record.group):

@@ -3,8 +3,7 @@
 An engine samples `tokens_per_s` completion tokens per second, shared equally by its groups. A
 sequence that runs alone is at most `alone_speedup` times as fast as in a full engine. So a group
 takes at least the time of its longest completion at that speed. New weights are installed while
-groups run, and later tokens are sampled from the new weights. A paused engine samples nothing until
-it is resumed.
+groups run, and sample the later tokens. A paused engine samples nothing until it is resumed.
 
 The learner is the real one (`runtime/learner/node.py`). The steps of its trainer take time and
 train nothing. Its ledger is in memory, and it saves no checkpoints.
@@ -49,8 +48,7 @@ class Running:
     num_tokens: float = 0.0
     """Number of tokens sampled for the group up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """For each version that sampled the group, oldest first: (version, number of tokens that the
-    group had when this version began)."""
+    """(version, number of the group's tokens when it began) for each version, oldest first."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
         """Return (version, number of the group's tokens that it sampled) for each version."""
@@ -63,7 +61,7 @@ class Running:
 
 
 class EngineModel:
-    """Models the engine of one worker by the time that sampling its groups takes."""
+    """A worker's engine, reduced to the time that sampling its groups takes."""
 
     def __init__(
         self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
@@ -125,7 +123,7 @@ class EngineModel:
             self.tokens_made += made
 
     def stop(self, lease: Lease, *, now: float) -> float:
-        """Remove an incomplete group; return how many tokens were sampled for it."""
+        """Remove an incomplete group; return its number of sampled tokens."""
         self.advance(now)
         [stopped] = [group for group in self.groups if group.lease is lease]
         self.groups.remove(stopped)
@@ -173,13 +171,13 @@ class TimedTrainer:
         """Mean number of tokens of the completions of the last step."""
 
     def step_s(self) -> float:
-        """Return how many seconds the next step takes, drawn with the scenario's spread."""
+        """Return the seconds of the next step, drawn with the scenario's spread."""
         scenario, number = self._scenario, self.step_count
         chance = random.Random(f"{scenario.settings.seed}/step/{number}")
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 
     def refusal(self, group: Group) -> str | None:
-        """Return "zero_variance" for a group without a signal, and None for any other group."""
+        """Return "zero_variance" for a group without a signal, and None for any other."""
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -238,7 +236,7 @@ RUN_DIR = Path("simulation")
 
 
 class MemoryLedger(LedgerQueue):
-    """Replaces the ledger: it keeps only the ids of groups that wait to be trained."""
+    """Replaces the ledger: keeps only the ids of groups that wait to be trained."""
 
     def __init__(self, groups: Groups, history: History) -> None:
         super().__init__(RUN_DIR, spool_bytes=float("inf"))
@@ -279,7 +277,7 @@ class MemoryLedger(LedgerQueue):
         """Do nothing, since no records are stored."""
 
     def load(self, group_id: int, place: Place) -> Group:
-        """Raise LocalProtocolError: a simulated run is never resumed, so no group is loaded."""
+        """Raise LocalProtocolError, because a simulated run is never resumed."""
         raise LocalProtocolError(f"group {group_id} is not kept")
 
     def free_unused(self) -> None:
@@ -313,7 +311,7 @@ class NoCheckpoints(Checkpoints):
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Write nothing; return `step`, as if a checkpoint of this step were the only one."""
+        """Write nothing; return `step`, as if this checkpoint were the only one."""
         self.saved_step = step
         return step
 
@@ -321,8 +319,7 @@ class NoCheckpoints(Checkpoints):
 class LearnerThreads(InlineThreads):
     """Replaces the learner's threads: some calls take simulated time.
 
-    A call takes time if it makes a step, makes a version, or syncs the ledger. All other calls take
-    no time.
+    These calls make a step, make a version, or sync the ledger. All other calls take no time.
     """
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:
@@ -331,7 +328,7 @@ class LearnerThreads(InlineThreads):
         self._trainer = trainer
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return how many simulated seconds a call of `function` takes in this pool."""
+        """Return the simulated seconds of a call of `function` in this pool."""
         what = getattr(function, "__func__", None)
         if what is TimedTrainer.step:
             return self._trainer.step_s()

@@ -4,9 +4,8 @@
 the same tests of the contract as the ZeroMQ transport. It has no task, no timer and no probes. If a
 connection stalls, the network notifies the transport after `dead_after_s`.
 
-`max_unsent_bytes` limits the bytes in memory that were sent to a peer and that the peer has not
-taken with `receive`. `close` and `hang_up` return at once; messages sent before the call still
-arrive for `linger_s`.
+`max_unsent_bytes` limits the bytes in memory that a peer has not taken with `receive`. `close` and
+`hang_up` return at once. Messages sent before the call still arrive for `linger_s`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from echo.sim.network import LinkEnd, Network, Port
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dial:
-    """A dialled peer: its present attempt or connection, and the pause before the next attempt."""
+    """A dialled peer: its attempt or connection, and the pause before the next attempt."""
 
     end: LinkEnd
     pause_s: float
@@ -149,7 +148,7 @@ class SimTransport(Transport):
     def kill(self, *, is_silent: bool = False) -> None:
         """End all connections, as if the process had been killed.
 
-        If `is_silent`, the machine is lost, too, so that no peer is notified.
+        If `is_silent`, the machine is lost, too, and no peer is notified.
         """
         self._end(linger_s=None if is_silent else 0.0)
 
@@ -171,7 +170,7 @@ class SimTransport(Transport):
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Report that a connection has ended; if this side dialled it, dial again later."""
+        """Report that a connection has ended; a dialled one is dialled again later."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)

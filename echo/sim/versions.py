@@ -1,7 +1,7 @@
 """Simulated versions of the weights: noise of the right size.
 
 One byte of an image stands for `scale` bytes of a version on the wire. A version is always sent as
-one whole image of a given number of chunks, even if a real run would send a delta.
+one whole image of a given number of chunks. A real run might send a delta instead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Versions:
         return True
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
-        """Return a publication of `version`; its image is noise, the same noise in every call."""
+        """Return a publication of `version`, with the same noise as its image in every call."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         manifest = Manifest(
             run_id=self._identity.run_id,
@@ -76,7 +76,7 @@ class Versions:
 class SharedStore(VersionStore):
     """A store of images that all nodes share.
 
-    The store keeps one copy of each version while any node holds the version.
+    The store keeps one copy of each version while any node holds it.
     """
 
     def __init__(self) -> None:

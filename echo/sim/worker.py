@@ -32,7 +32,7 @@ _log = logging.getLogger("echo.sim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """The times that a worker needs for its work other than sampling."""
+    """The times of a worker's work, apart from sampling."""
 
     setup_s: float
     """Seconds until the task and the engine are built."""
@@ -111,7 +111,7 @@ class SimWorker(DialingNode):
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 
     def before_expire(self) -> None:
-        """Update the progress of the running groups, so that the next heartbeat reports it."""
+        """Update the progress of the running groups, which the next heartbeat reports."""
         self.engine.advance(self.now)
         for running in self.engine.groups:
             for group in self._calls[key_of(running.lease)].groups:
@@ -149,7 +149,7 @@ class SimWorker(DialingNode):
     def tokens_in_flight(self, received: Collection[int]) -> float:
         """Return the number of tokens of this worker's groups that may still be trained on.
 
-        Groups whose ids are in `received` have reached the learner and are not counted.
+        Groups in `received` have reached the learner and are not counted.
         """
         self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
