@@ -1,7 +1,7 @@
 """Actions: what a role asks the process around it to do.
 
 Roles and their planes (parts such as the weights plane) decide and never act. Their methods return
-lists of actions, which the node (`runtime/node.py`) or a test executes in order.
+lists of actions. The node (`runtime/node.py`) or a test executes the actions in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.wire.seals import Channel
 
 
 class Action:
-    """Something that a role asks its process to do; planes define actions in their own modules."""
+    """A role's request to its process; planes define actions in their own modules."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Work(Action):
     __slots__ = ()
 
     def run(self) -> str:
-        """Do the work, in any thread; return text on what failed, or "" if nothing failed."""
+        """Do the work, in any thread; return text on what failed, or ""."""
         raise NotImplementedError
 
 
@@ -37,7 +37,7 @@ class Work(Action):
 class Send(Action):
     """Pass frames to the transport, to be sent to a peer.
 
-    If the transport refuses the frames, they are lost; the protocol permits a lost message.
+    If the transport refuses the frames, they are lost. The protocol permits a lost message.
     """
 
     peer: str
@@ -91,7 +91,7 @@ MAX_ROUTES = 100_000
 
 
 class Routes:
-    """The route to each node: the link over which the node's last message arrived."""
+    """The route to each node: the link over which its last message arrived."""
 
     def __init__(
         self, counters: Counters, channel_of: Callable[[str], Channel | None] = lambda node_id: None
@@ -114,7 +114,7 @@ class Routes:
     def restore(self, node_id: str, peer: str | None) -> None:
         """Set or remove the route of a node, to undo a `learn`.
 
-        This is needed if the message that `learn` recorded turns out to be from another node.
+        This is needed if the message that `learn` recorded is from another node after all.
         """
         if peer is None:
             self._peers.discard(node_id)
@@ -122,7 +122,7 @@ class Routes:
             self._peers[node_id] = peer
 
     def peer_of(self, node_id: str) -> str | None:
-        """Return the link over which a node last sent a message; None if no link is known."""
+        """Return the link over which a node last sent a message; None if it is not known."""
         return self._peers.get(node_id)
 
     def forget(self, peer: str) -> None:
@@ -146,6 +146,6 @@ class PeerFaults:
         self._lines = OncePerMinute()
 
     def note(self, node_id: str, reason: str, text: str, *, now: float) -> list[Action]:
-        """Return a Note; or no action if this node and reason were reported within a minute."""
+        """Return a Note; no action if this node and reason were reported within a minute."""
         line = self._lines.line(node_id, reason, text, now=now)
         return [] if line is None else [Note("warning", line)]

@@ -1,12 +1,12 @@
 """Encoding and decoding of messages; every bound is checked before a message is used.
 
-The bounds are defined in `core/bounds.py`. This module checks sizes, both when a message is encoded
-and when it is decoded. msgspec's decoder checks the ranges of values that the types of the fields
-declare.
+The bounds are defined in `core/bounds.py`. This module checks sizes when a message is encoded and
+when it is decoded. The types of the fields declare ranges of values, and msgspec's decoder checks
+them.
 
 The header frame is msgpack: [protocol version, source node, target node, message, hops, seal]. A
 link message has an empty target and no seal (`seals.py`). The message itself is decoded in a second
-step: a node of another protocol version can then be reported as such, and not as a decoding error.
+step. So a node of another protocol version is reported as such, and not as a decoding error.
 Payload frames follow unchanged and are not copied.
 """
 
@@ -103,7 +103,7 @@ def payload_bytes(payload: Sequence[Frame]) -> int:
 
 
 def _size_fault(frames: Sequence[Frame]) -> str | None:
-    """Return text that says which size limit the frames exceed; None if they exceed none."""
+    """Return text on the size limit that the frames exceed, or None."""
     if len(frames[0]) > MAX_HEADER_BYTES:
         return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
     if len(frames) > MAX_FRAMES:
@@ -114,7 +114,7 @@ def _size_fault(frames: Sequence[Frame]) -> str | None:
 
 
 def decode_envelope(frames: Sequence[Frame]) -> Envelope:
-    """Decode the header frame of a message, but not the message that the header contains.
+    """Decode the header frame of a message, but not the message in it.
 
     Raises:
         RemoteProtocolError: if the header is missing or malformed, or the message is too large.
@@ -161,7 +161,7 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
 
 
 def other_protocol(envelope: Envelope) -> str | None:
-    """Return a text for the operator if the sender has another protocol version, else None."""
+    """Return a text for the operator if the sender has another protocol version, or None."""
     if envelope.protocol == PROTOCOL_VERSION:
         return None
     return (
@@ -248,8 +248,7 @@ class GroupHeader(msgspec.Struct, frozen=True):
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
 BYTES_PER_TOKEN = 4 + 4 + 8 + 1
-"""Bytes of a token: its id as int32, its log-prob as float32, two int32 for its version, one byte
-of mask."""
+"""Bytes of a token: int32 id, float32 log-prob, two int32 for its version, one byte of mask."""
 BYTES_PER_BRANCH = 4 + 4
 """Bytes of a branch: two int32."""
 MAX_ARRAY_BYTES = 60 << 20
@@ -260,8 +259,8 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
     """Return a group as two frames, header and arrays.
 
     A group has this form on the network and on the learner's disk. The arrays are concatenated,
-    little-endian: prompt ids, then for each rollout token ids, log-probs, versions, mask and
-    branches, then for each rollout its token sets (wire/token_sets.py).
+    little-endian. First come the prompt's ids. Then each rollout has its token ids, log-probs,
+    versions, mask and branches. Then each rollout has its token sets (wire/token_sets.py).
     """
     num_branches = tuple(len(rollout.branches) for rollout in group.rollouts)
     reward_parts = tuple(dict(rollout.reward_parts) for rollout in group.rollouts)

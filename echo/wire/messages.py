@@ -3,8 +3,8 @@
 A message is sent as one header frame followed by raw payload frames (`wire/codec.py`). There are
 three kinds:
 
-* **Link messages** go between the two ends of one connection: the greeting, and the weights plane,
-  where each node pulls from its parent (`weights/broadcast.py`).
+* **Link messages** go between the two ends of one connection. They are the greeting, and the
+  weights plane, where each node pulls from its parent (`weights/broadcast.py`).
 * **Routed messages** go between a node and the learner, over any number of relays. A relay forwards
   them by the node id in the envelope and does not decode them. They are sealed from end to end
   (`wire/seals.py`), so that no relay can change, forge or replay them. Only the kinds in UNSEALED
@@ -24,9 +24,9 @@ Senders and the kinds that they may send:
     viewer    -> learner       Watch, Operation
     learner   -> viewer        Status, Outcome, Refuse
 
-Every routed message may be lost, for example with a relay that dies. So each message either repeats
-a state (Heartbeat, Pulse, TopologyPlan, Partial) or is repeated until it is answered (Hello, Ready,
-Deliver, Failed, Grant).
+Every routed message may be lost, for example with a relay that dies. So some messages repeat a
+state (Heartbeat, Pulse, TopologyPlan, Partial). The others are repeated until they are answered
+(Hello, Ready, Deliver, Failed, Grant).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Probe(Message, frozen=True):
 
 
 class ProbeAck(Message, frozen=True):
-    """The answer to a Probe, which confirms that the Probe has arrived."""
+    """The answer to a Probe, which confirms its arrival."""
 
 
 class Subscribe(Message, frozen=True):
@@ -150,7 +150,7 @@ class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
 class Announce(Message, frozen=True):
     """Parent to child: the versions that the parent offers.
 
-    The payload frame, if there is one, is the signed manifest of `version`, whose whole image is
+    The payload frame, if any, is the signed manifest of `version`. Then the whole image is
     available. Without a payload frame the version is still being encoded, or the parent is still
     receiving it as an encoded version.
     """
@@ -162,8 +162,8 @@ class Announce(Message, frozen=True):
 class Fetch(Message, frozen=True):
     """Child to parent: a request for these chunks in ascending order, up to the credit in bytes.
 
-    After a lost connection or a change of parent, a child sends a Fetch with the ranges that are
-    still missing. A Fetch replaces every earlier Fetch over this link.
+    A child sends a Fetch with the ranges that are still missing after a lost connection or a change
+    of parent. A Fetch replaces every earlier Fetch over this link.
     """
 
     version: PolicyVersion
@@ -310,7 +310,7 @@ class Asset(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Node to learner: task and engine are built; the node asks for admission with these hashes."""
+    """Node to learner: task and engine are built, with these hashes; the node may be admitted."""
 
     incarnation: Word
     digests: Names
@@ -336,7 +336,7 @@ class Refuse(Message, frozen=True):
 
 
 class Rehello(Message, frozen=True):
-    """Learner to node: the learner does not know this node, which must send a Hello again.
+    """Learner to node: send a Hello again, because the learner does not know the node.
 
     This happens after the learner has restarted.
     """
@@ -345,7 +345,7 @@ class Rehello(Message, frozen=True):
 class Finish(Message, frozen=True):
     """Learner to node: the run has ended, so the node must exit cleanly.
 
-    The message is signed if it answers a Hello; otherwise it is sealed.
+    The message is signed if it answers a Hello. Otherwise it is sealed.
     """
 
     reason: Line
@@ -385,7 +385,7 @@ class TopologyPlan(Message, frozen=True):
 
     @property
     def is_standby(self) -> bool:
-        """Whether the node is on standby: it fetches no weights and gets no leases."""
+        """Whether the node is on standby, without weights and leases."""
         return not self.parents
 
     @property
@@ -401,8 +401,11 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
     attempt: Attempt
     num_tokens: Progress
     """Progress of the lease: the number of tokens sampled, rewards received and tool results
-    received. An increase renews the lease. The number is 0 before the group has begun, and -1 from
-    the group's end until the learner acknowledges the group."""
+    received.
+
+    An increase renews the lease. The number is 0 before the group has begun. From the group's end
+    until the learner acknowledges the group, it is -1.
+    """
     is_waiting: bool = False
     """Whether the group waits to begin or to continue. If it waits, the lease is renewed by the
     progress of the worker's running groups."""
@@ -456,7 +459,7 @@ class NodeStats(Message, frozen=True, tag=False):
 
 
 class Heartbeat(Message, frozen=True):
-    """Node to learner: the state of the node; each Heartbeat replaces the one before."""
+    """Node to learner: the state of the node, which replaces the state before."""
 
     installed: PolicyVersion | None
     """The newest version from which the engine samples; for a relay, the newest version that it has
@@ -469,14 +472,14 @@ class Heartbeat(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """The learner's answer to a Heartbeat: the learner is alive, and has made `step` steps."""
+    """The learner's answer to a Heartbeat: it is alive, and has made `step` steps."""
 
     step: Step
     newest: PolicyVersion | None
 
 
 class Lease(Message, frozen=True, tag=False):
-    """A group of rollouts of one prompt that is granted to a worker."""
+    """A group of rollouts of one prompt, granted to a worker."""
 
     group_id: GroupId
     attempt: Attempt
@@ -493,8 +496,8 @@ class Lease(Message, frozen=True, tag=False):
 class Grant(Message, frozen=True):
     """Learner to worker: leases; the worker ignores a lease that it already has.
 
-    If there is a payload frame, it has, for each lease, the tokens that other workers have sampled
-    and that this worker continues (`encode_continuations` in `leases/partials.py`).
+    If there is a payload frame, it has tokens for each lease (`encode_continuations` in
+    `leases/partials.py`). Other workers have sampled them, and this worker continues them.
     """
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
@@ -504,7 +507,7 @@ class Reclaim(Message, frozen=True):
     """Learner to worker: give back these leases, whose groups have not begun.
 
     The learner wants to grant them to another worker. A heartbeat that no longer lists a lease
-    confirms that the worker has given it back; until then the lease belongs to this worker.
+    confirms that it is given back. Until then the lease belongs to this worker.
     """
 
     leases: Annotated[tuple[tuple[GroupId, Attempt], ...], Meta(max_length=MAX_LEASES)]
@@ -534,15 +537,11 @@ class Partial(Message, frozen=True):
 
 
 BAD_LOGPROBS = "bad_logprobs"
-"""The reason for which a worker gives a group up, or the learner refuses a group: log-probabilities
-are NaN, infinite or positive.
-"""
+"""Reason to give up or refuse a group: log-probabilities are NaN, infinite or positive."""
 
 
 ENGINE_ERROR = "engine_error"
-"""The reason for which a worker gives a group up because sampling raised an error, or returns a
-group because its engine no longer samples.
-"""
+"""Reason to give up or return a group: sampling raised an error, or the engine stopped."""
 
 
 REASONS = frozenset(
@@ -573,7 +572,7 @@ def known_reason(reason: str) -> str:
 
 
 class Failed(Message, frozen=True):
-    """Worker to learner: the worker cannot finish a group, and another attempt would not help."""
+    """Worker to learner: a group cannot be finished, and another attempt would not help."""
 
     group_id: GroupId
     attempt: Attempt
@@ -619,7 +618,7 @@ class Status(Message, frozen=True):
 class Operation(Message, frozen=True):
     """Operator to learner: an act to carry out.
 
-    An act names the state that shall be reached, so an Operation may be repeated.
+    An act names the state that shall be reached. So an Operation may be repeated.
     """
 
     number: Count

@@ -1,27 +1,27 @@
 """Seals of routed messages: they prove the sender and the content, and prevent replays.
 
-CURVE encrypts each hop separately, so a relay sees the messages that it forwards, and any holder of
-the run's secret may be a relay. A relay can delay and drop messages. It must not be able to change
-a reward, forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys
-that no relay has, one for each direction, and every routed message has a seal. The exceptions are
-the messages that agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
+CURVE encrypts each hop separately, so a relay sees the messages that it forwards. Any holder of the
+run's secret may be a relay. A relay can delay and drop messages. It must not be able to change a
+reward, forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys
+that no relay has, one for each direction. Every routed message has a seal, except the messages that
+agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
 
 **Agreement.** Both processes have a key pair of curve 25519. Each Hello has the node's public key
 and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the Hello that it
 answers. The learner signs the Welcome with the key whose fingerprint is in the join string. So the
 node can verify that the learner received its Hello unchanged, and that the public key in the
 Welcome is the learner's. If a relay replaces either key, the node detects it. The shared secret of
-the key pairs, both nonces and the Hello's hash determine the keys of this **channel**. (On links
-without CURVE there is no fingerprint, and the node accepts the first learner that answers.)
+the key pairs, both nonces and the Hello's hash determine the keys of this **channel**. On links
+without CURVE there is no fingerprint, and the node accepts the first learner that answers.
 
 The learner can verify less than the node. It can verify only that a message comes from the node
-that sent the Hello. Any node of the run may send a Hello, so a relay may send a Hello in the name
+that sent the Hello. Any node of the run may send a Hello. So a relay may send a Hello in the name
 of an absent node. But a relay cannot send messages in a channel that another node has begun.
 
 **Seal.** (channel, number, code). `channel` is eight bytes that name the channel. `number` counts
 the messages of one direction. `code` is BLAKE3, keyed with the direction's key, over number,
 source, target, message and payload frames. A receiver accepts each of the last WINDOW numbers once,
-in any order: a role may send messages in another order than it sealed them, and a relay that
+in any order. A role may send messages in another order than it sealed them, and a relay that
 changes its own link may reorder a few.
 
 **Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
@@ -36,7 +36,7 @@ former channel, in both directions, until it has verified a message of the new c
 Seals give authenticity and no secrecy: relays forward rollouts in clear. BLAKE3 is used since all
 other hashes of the protocol are BLAKE3.
 
-Keys are stored outside the role, as the learner's signing key is, so an event log contains codes
+Keys are stored outside the role, as the learner's signing key is. So an event log contains codes
 but no keys.
 """
 
@@ -79,7 +79,7 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SealKeys:
-    """The key pair of a process, with the nonces and channel keys that are derived from it."""
+    """The key pair of a process, with its nonces and channel keys."""
 
     def __init__(self, secret: bytes) -> None:
         """Derive the key pair from `secret`, random bytes that no other process has."""
@@ -141,7 +141,7 @@ def channel_of(*, hello: bytes, nonce: bytes, learner_key: bytes, run_id: str) -
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """One end of a channel, on which a node and the learner agreed when the node joined."""
+    """One end of a channel between a node and the learner."""
 
     keys: SealKeys
     theirs: bytes
@@ -153,7 +153,7 @@ class Channel:
     newest: int = 0
     """The highest number of a message that was opened at this end."""
     _opened: int = 0
-    """Bitmap of the opened messages: bit i is set if message number `newest - i` was opened."""
+    """Bitmap of the opened messages: bit i stands for message number `newest - i`."""
 
     @property
     def name(self) -> bytes:
@@ -162,7 +162,7 @@ class Channel:
 
     @property
     def is_possible(self) -> bool:
-        """Whether `theirs`, the key of the other end, is a valid public key."""
+        """Whether the other end's key, `theirs`, is a valid public key."""
         return bool(self.keys.code(self.theirs, self.channel, True, ()))
 
     def seal(self, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]) -> Seal:
@@ -207,7 +207,7 @@ class Channel:
 
 @dataclass(slots=True)
 class Seals:
-    """One end's channels between a node and the learner: the present channel and the next one."""
+    """One end's channels between a node and the learner: the present one and the next one."""
 
     confirmed: Channel | None = None
     """The channel of the last message that this end has opened; None before the first."""
@@ -217,12 +217,12 @@ class Seals:
 
     @property
     def newest(self) -> Channel | None:
-        """The channel in which the node seals its messages; None before a channel is agreed on."""
+        """The channel in which the node seals its messages; None before there is one."""
         return self.offered or self.confirmed
 
     @property
     def proven(self) -> Channel | None:
-        """The channel in which the learner seals messages; None before a channel is agreed on."""
+        """The channel in which the learner seals messages; None before there is one."""
         return self.confirmed or self.offered
 
     def open(
@@ -230,7 +230,7 @@ class Seals:
     ) -> bool:
         """Verify a message's seal; return whether the message belongs to a current channel.
 
-        A message of an earlier channel must be ignored: it may be an honest message that is late.
+        A message of an earlier channel must be ignored, because it may be an honest late message.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.

@@ -10,11 +10,11 @@ The sets of one rollout of T tokens with M ids in all are
 
 A varint has 7 bits of the number in each byte, the lowest bits first. The highest bit is set in
 each byte except the last byte of the number. Frequent tokens have low ids, and large sets are
-dense, so most differences take one or two bytes.
+dense. So most differences take one or two bytes.
 
 A rollout has two blocks: `support`, without log-probabilities, and `likely`, with
-log-probabilities. A block is empty if the rollout has no such sets. A group is one message, so the
-largest supports are left out if the blocks would not fit into it. The blocks of all rollouts of a
+log-probabilities. A block is empty if the rollout has no such sets. A group is one message. If the
+blocks would not fit into it, the largest supports are left out. The blocks of all rollouts of a
 group (codec.py, and leases/partials.py for partial rollouts) follow the other arrays of the group.
 The group's header has a pair of lengths for each rollout, and no pair at all if no rollout has
 sets.
@@ -43,8 +43,10 @@ MAX_IDS = 1 << 22
 """Largest number of ids in the sets of one rollout. To decode so many ids, a decoder briefly needs
 some 200 MB."""
 _LARGEST = MAX_SET_IDS + 1
-"""The coded size of the largest set that is recorded by its own ids. A larger coded size belongs to
-a set that is recorded by the ids that it lacks."""
+"""The coded size of the largest set that is recorded by its own ids.
+
+A set with a larger coded size is recorded by the ids that it lacks.
+"""
 _MAX_VARINT_BYTES = 5
 """Bytes of the largest varint: ids have 31 bits."""
 
@@ -70,7 +72,7 @@ def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple
 
 
 def bytes_of_sets(blocks: Sequence[tuple[bytes, bytes]]) -> tuple[SetBytes, ...]:
-    """Return the number of bytes of each rollout's two blocks; () if all blocks are empty."""
+    """Return the number of bytes of each rollout's two blocks; () if all are empty."""
     lengths = tuple((len(support), len(likely)) for support, likely in blocks)
     return lengths if any(map(any, lengths)) else ()
 
@@ -78,7 +80,7 @@ def bytes_of_sets(blocks: Sequence[tuple[bytes, bytes]]) -> tuple[SetBytes, ...]
 def decode_all_sets(
     blocks: memoryview, num_tokens: Sequence[int], set_bytes: Sequence[SetBytes]
 ) -> Iterator[dict[str, TokenSets | None]]:
-    """Yield the fields `support` and `likely` of each rollout, from the blocks of all rollouts.
+    """Yield the fields `support` and `likely` of each rollout, from all rollouts' blocks.
 
     Args:
         blocks: the blocks of all rollouts, one after the other, with the lengths in `set_bytes`.
@@ -154,7 +156,7 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
 
 
 def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
-    """Return [M]: for each id, the difference to the id before it in the same set, minus 1.
+    """Return [M]: for each id, the difference to the id before it in its set, minus 1.
 
     For the first id of a set the value is the id itself.
     """
@@ -180,7 +182,10 @@ def _ids(
 
 
 def _firsts(counts: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """Return, for each set that has ids, the index of its first id among the ids of all sets."""
+    """Return the index of the first id of each set that has ids.
+
+    The index counts the ids of all sets.
+    """
     ends = np.cumsum(counts, dtype=np.int64)
     firsts: npt.NDArray[np.int64] = (ends - counts)[counts > 0]
     return firsts
@@ -220,7 +225,7 @@ def _decode_varints(data: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArra
 
 
 def _round(logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the bfloat16 nearest to each number, ties to even; NaN stays NaN."""
+    """Return the bits of the nearest bfloat16 of each number, ties to even; NaN stays NaN."""
     bits = logprobs.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = np.uint32(0x7FC0)
