@@ -15,7 +15,7 @@ to themselves alone.
 Only the model's input differs. A loss gets the same [B, T] tensors.
 
 A rollout may have several chains (core/chains.py). A packed row has each piece of such a rollout
-once, and a piece attends to the tokens before it in its chains. In padded rows, and for models that
+once. A piece attends to the tokens before it in its chains. In padded rows, and for models that
 cannot share tokens, each chain is a separate segment. It repeats the tokens that it has in common
 with other chains. In both cases each completion token is predicted once. So a loss gets a rollout
 of several chains as one row.
@@ -67,7 +67,7 @@ class TrainingRow:
     if the loss does not use it.
     """
     proximal_logprobs: npt.NDArray[np.float32] | None = None
-    """[T] log-probability of each completion token under the policy at the start of the step, nats;
+    """[T] log-probability of each completion token under the policy at the start of the step, nats.
     None if that policy is the present one.
     """
 
@@ -284,8 +284,8 @@ class MicroBatch:
     proximal policy is the present one.
     """
     supports: IdSets | None = None
-    """For each scored token that was drawn from a part of the vocabulary, the ids of that part;
-    None if all were drawn from the whole vocabulary.
+    """For each scored token that was drawn from a part of the vocabulary, the ids of that part.
+    None if there is no such token.
     """
     lacking: Pairs | None = None
     """The few ids that the sampler excluded for scored tokens. Each pair is the index 0..N-1 of a

@@ -134,7 +134,7 @@ class LossInputs:
     """[B] int64: index of each rollout's group, equal within a group."""
     proximal_logprobs: Tensor | None = None
     """[B, T] log-probability of each token under the policy at the start of the step, nats, without
-    gradient; None if the loss does not need it.
+    gradient. None if the loss does not need it.
     """
     staleness: Tensor | None = None
     """[B, T] int64: number of optimizer steps from the policy that sampled a token to the learner's

@@ -631,8 +631,9 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
 class M2poLoss:
     """A bound on the second moment of a batch's log-ratios.
 
-    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. Of these tokens, the ones
-    with the largest (log r)^2 are masked until the mean over the rest is at most the bound.
+    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. The loss masks those of
+    these tokens that have the largest (log r)^2, until the mean over the others is at most the
+    bound.
 
     l_t = -r_t A for the tokens that remain;  loss = sum_t l_t / num_tokens.
 

@@ -5,8 +5,8 @@ packed and padded rows are filled. A GPU's library keeps a plan for each length 
 on a GPU padded rows are lengthened. No plan depends on the length of a packed row.
 
 The tokens that are added to a row are called filling. A packed row takes the smallest fitting size
-that the run has had, if filling is then at most MAX_REUSED of the run's tokens. Otherwise the row
-adds a size to the run's sizes.
+of the run so far. This must keep filling at most MAX_REUSED of the run's tokens. Otherwise the row
+adds a new size.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ MAX_LENGTHENED = 0.1
 """Largest share of a short padded row's tokens that may be added to lengthen it."""
 
 Fills = Literal["nothing", "rows", "widths"]
-"""What is filled: "nothing"; "rows", which means packed and padded rows, as a CPU needs it; or
-"widths", which means that padded rows are lengthened, as a GPU needs it.
+"""What is filled. A CPU needs "rows": packed and padded rows are filled. A GPU needs "widths":
+padded rows are lengthened. "nothing" fills no rows.
 """
 
 

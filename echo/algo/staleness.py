@@ -1,7 +1,7 @@
 """Adaptive bound on staleness, from the signals of each step.
 
 Each step reports three signals of the distance between sampler and learner. They are smoothed here.
-One bad signal lowers the bound. Only if all signals are good, the bound may rise:
+One bad signal lowers the bound. It may rise only if all signals are good:
 
   too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
   may rise        ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,

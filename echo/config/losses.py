@@ -6,10 +6,10 @@ cannot import them. So the keys are repeated here, and a test compares names and
 Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
 and renormalised distribution. A rollout carries the ids that each token was drawn from, and the
 learner computes in the same distribution. If the set of these ids is too large to send
-(core/token_sets.py), the learner scores the token in the whole distribution. The ratio of learner
-to sampler of this token is then Z even on-policy, where Z is the probability that truncation has
-kept. With top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1. If a
-loss's range of ratios begins above Z, it learns nothing from rollouts with a negative advantage, or
+(core/token_sets.py), the learner scores the token in the whole distribution. Even on-policy, the
+token's ratio of learner to sampler is then Z. Z is the probability that truncation has kept. With
+top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1. Suppose that a loss's
+range of ratios begins above Z. Then it learns nothing from rollouts with a negative advantage, or
 leaves all rollouts out. Such a loss therefore gets no group with a token whose set is missing.
 `least_ratios` returns where the range of a loss begins.
 """

@@ -1,9 +1,10 @@
 """Every configuration key: its type, limits, default and meaning.
 
-One file serves all roles. Each class is one section of the TOML; the text under a field is its
-help, unit first. Keys ending in `_s` are durations and take text such as "30s", keys ending in
-`_bytes` take text such as "8GiB". A key whose default is not written here has a default for each
-profile. The kinds of `[loss]` are in losses.py, rules that compare several keys are in checks.py.
+One file serves all roles. Each class is one section of the TOML. The text under a field is its
+help, unit first. Keys ending in `_s` are durations and take text such as "30s". Keys ending in
+`_bytes` are sizes and take text such as "8GiB". A key whose default is not written here has a
+default for each profile. The kinds of `[loss]` are in losses.py. Rules that compare several keys
+are in checks.py.
 """
 
 from __future__ import annotations

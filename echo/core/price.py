@@ -8,7 +8,7 @@ from echo.core.bounds import Money
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """The price of a machine. The default is no stated price."""
+    """The price of a machine. By default no price is stated."""
 
     per_h: Money | None = None
     """$ per hour from joining until the machine is given back; None if it is not stated."""

@@ -9,9 +9,9 @@ prompt counts as one observation in means and standard errors.
                    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374)
 
 All intervals are 95 % confidence intervals. If all values lie in [0, 1], as pass rates do, the
-interval is Wilson's, computed with an estimated number of independent answers. Wilson's interval is
-valid even if all answers are right or all are wrong. For other values the interval extends 1.96
-standard errors from the mean to both sides.
+interval is Wilson's. It uses an estimated number of independent answers. Wilson's interval is valid
+even if all answers are right or all are wrong. For other values the interval extends 1.96 standard
+errors from the mean to both sides.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The process allocates and frees chunks of weights and activations all the time. 
 maps each large block and unmaps it when it is freed. The page faults cost more than the work on the
 block. So `tune` makes glibc keep freed blocks. Blocks of varying sizes fragment the heap, by
 gigabytes. So `give_back` returns the free memory after an evaluation. During and after a step a
-`Trimmer` returns free memory if the process has grown, because the temporary blocks of a layer lie
-between blocks that the layer keeps. The process of a small model does not grow, so it keeps its
-free memory. Otherwise page faults would take a third of each step.
+`Trimmer` returns free memory if the process has grown. This is needed because the temporary blocks
+of a layer lie between blocks that the layer keeps. The process of a small model does not grow, so
+it keeps its free memory. Otherwise page faults would take a third of each step.
 
 With other C libraries these functions do nothing.
 

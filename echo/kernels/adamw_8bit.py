@@ -3,10 +3,10 @@
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
 
 BLOCK numbers of a moment share a scale, their largest magnitude. Each number is divided by its
-scale and stored as a code of 8 bits. The code is the index of the nearest of 256 values in [-1, 1],
-or in [0, 1] for the mean of squares. The values span seven decades. Higher decades have more
-values. Values, rounding and the order of operations are the same as in torchao's AdamW8bit. So its
-states can be continued and give the same numbers.
+scale and stored as a code of 8 bits. The code is the index of the nearest of 256 values. They lie
+in [-1, 1], or in [0, 1] for the mean of squares. The values span seven decades. Higher decades have
+more values. Values, rounding and the order of operations are the same as in torchao's AdamW8bit. So
+its states can be continued and give the same numbers.
 
     m' = lerp(m, g, 1 - beta1)          v' = lerp(v, g^2, 1 - beta2)
     w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)

@@ -1,8 +1,8 @@
 """Contract of kernel backends: their functions and records.
 
-A backend is a module with the functions of `Kernels`: torch_kernels.py for any device, which is
-also the reference, and triton_kernels.py. The operations in kernels/logprob.py check the input, so
-a backend gets only valid rows.
+A backend is a module with the functions of `Kernels`. torch_kernels.py computes on any device, and
+is the reference. triton_kernels.py computes on GPUs. The operations in kernels/logprob.py check the
+input, so a backend gets only valid rows.
 
 Shapes: N tokens, D model width, V vocabulary.
 """

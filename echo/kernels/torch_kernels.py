@@ -5,7 +5,7 @@ running maximum, the sum of exponentials and, for the entropy, their weighted su
 computes each chunk of logits again and turns it into gradients. `Scores.peak` is in nats.
 
 Products are in float32, with one exception. If the input is bfloat16 and the CPU multiplies
-bfloat16 faster, the backward rounds gradients of logits to bfloat16, as on a GPU.
+bfloat16 faster, the backward rounds gradients of logits to bfloat16. A GPU does so, too.
 
 Shapes: N tokens, D model width, V vocabulary.
 """

@@ -1,8 +1,8 @@
 """Triton kernels, which use logits where they are computed and do not store them.
 
-Forward. One program scores a tile of rows against one part (split) of the vocabulary. The
-accumulator of the product has the running maximum, the sum of exponentials, the weighted sum for
-the entropy, and the target's own logit. A second kernel combines the splits into the
+Forward. One program scores a tile of rows against one part (split) of the vocabulary. In the
+accumulator of the product it computes the running maximum, the sum of exponentials, the weighted
+sum for the entropy, and the target's logit. A second kernel combines the splits into the
 log-probability of a token, and computes its ratio, clip and policy coefficient. Further ids of a
 row are few. So a third kernel multiplies only the rows of the head for these ids.
 

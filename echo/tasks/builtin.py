@@ -19,10 +19,11 @@ policy to carry.
     prompt      228>20=
     completion  2*(2+8)
 
-The reward is 1 if the completion is an expression that uses each given digit once and evaluates to
-the target, else 0. The expression must not join digits into longer numbers. It is evaluated as a
-syntax tree and never executed. All demonstrations are right. Prompts are split by text. There are
-only about 165 sets of digits, so held-out prompts have the same sets as training prompts.
+The completion must be an expression that uses each given digit once and evaluates to the target.
+The reward is then 1, else 0. The expression must not join digits into longer numbers. It is
+evaluated as a syntax tree and never executed. All demonstrations are right. Prompts are split by
+text. There are only about 165 sets of digits, so held-out prompts have the same sets as training
+prompts.
 
 **GSM8K**, grade-school mathematics, is read from any dataset file and judged by math-verify. Rows
 have `question` and `answer` as published, where the answer ends in `#### 72`. The prompt asks for

@@ -4,11 +4,11 @@
     kind = "verifiers"
     options = { env = "my_env", args = { num_examples = 500 } }
 
-`env` is the argument of `verifiers.load_environment`: an installed environment's id, or the name of
-a module beside the configuration that has a function `load_environment`. The environment keeps its
-own loop, stop conditions, tools and rubric. Only its model is replaced. `_Policy` below is a client
-of verifiers whose answers come from the workers' engines. Each episode is a coroutine of the
-environment. It waits in `_Policy` for each turn of the policy.
+`env` is the argument of `verifiers.load_environment`. It is an installed environment's id, or the
+name of a module beside the configuration. Such a module has a function `load_environment`. The
+environment keeps its own loop, stop conditions, tools and rubric. Only its model is replaced.
+`_Policy` below is a client of verifiers whose answers come from the workers' engines. Each episode
+is a coroutine of the environment. It waits in `_Policy` for each turn of the policy.
 
 The environment may only append messages to a conversation. It must not change earlier messages,
 since their tokens are trained on. Rubrics that compare the rollouts of a group are refused, since
@@ -161,9 +161,9 @@ class _Session:
         self._task = asyncio.run_coroutine_threadsafe(self._run(row), _loop())
 
     def next_request(self) -> list[Any] | None:
-        """Wait until the environment asks for a turn. Return the prompt.
+        """Wait until the environment asks for a turn, and return the prompt.
 
-        Return None if the environment has ended the episode.
+        The result is None if the environment has ended the episode.
         """
         request = self._requests.get()
         if isinstance(request, BaseException):

@@ -4,10 +4,10 @@
                 Answer in one short sentence.
     completion  Ava has 12 + 9 = 21 shells.
 
-A problem asks for one of the four operations on small whole numbers, in one of 32 stories with
-random names and things. The reward is 1 if the last number of the completion is the answer, else 0.
-This also holds for a completion that was cut off. The text before that number does not affect the
-reward.
+A problem asks for one of the four operations on small whole numbers. It is told in one of 32
+stories with random names and things. The reward is 1 if the last number of the completion is the
+answer, else 0. This also holds for a completion that was cut off. The text before that number does
+not affect the reward.
 
 A small pretrained model knows the operations. But it may choose the wrong one, miscalculate, or
 continue after the answer. It learns to calculate and to stop. Prompts are split by the hash of

@@ -1,9 +1,9 @@
 """Adapters by name on one base in memory. The model holds one adapter at a time.
 
 The model has place for one adapter. `use` puts another adapter into the model. The weights,
-moments, settings and counts of all other adapters are set aside, and so is a gradient that was not
-applied yet. No other part of a trainer needs to know that there are several adapters. All adapters
-have one shape. They share the trainer's loss, temperature, advantages and reference.
+moments, settings and counts of all other adapters are set aside. Gradients that were not applied
+yet are set aside, too. No other part of a trainer needs to know that there are several adapters.
+All adapters have one shape. They share the trainer's loss, temperature, advantages and reference.
 
 A trainer that trains all weights has no adapters. Its `progress` covers all weights.
 """

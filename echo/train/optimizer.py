@@ -5,8 +5,8 @@
     offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none on the GPU.
                 Weights and gradient are copied to the host, and weights back.
 
-An optimizer gets a rank's shard of each parameter as a plain tensor with its clipped gradient, so
-it needs to know nothing of ranks.
+An optimizer gets a rank's shard of each parameter as a plain tensor with its clipped gradient. So
+its code does not depend on ranks.
 
 A block of 8-bit moments lies within one row of the parameter. So codes and scales can be divided by
 rows among any number of ranks, and training continues bit by bit. If a row is not a whole number of

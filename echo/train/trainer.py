@@ -105,8 +105,8 @@ class Trainer:
             optimizer: the settings of the updates in a step.
             temperature: sampling temperature, > 0.
             advantages: how rewards become advantages; None takes the defaults.
-            scales_by_ess: whether each update of a step has its learning rate multiplied by the
-                square root of the effective sample size of its rollouts (`rollout_ess`).
+            scales_by_ess: whether to multiply each update's learning rate by the square root of the
+                effective sample size of its rollouts (`rollout_ess`).
             reference: the frozen reference policy, for a loss that needs one. Checkpoints do not
                 contain the reference.
             rescoring: what `rescore` computes; None if `rescore` will not be called.

@@ -1,8 +1,8 @@
 """State of a trainer: everything that its next step depends on, on disk.
 
 On a CPU, a trainer that loads a state continues bit by bit, on the same hardware and number of
-threads. On a GPU it continues from the same state and rounds differently, because sums in the
-backward of embeddings and attention have no fixed order.
+threads. On a GPU it continues from the same state but rounds differently. Sums in the backward of
+embeddings and attention have no fixed order there.
 
 Files and their formats: saved_state.py.
 """

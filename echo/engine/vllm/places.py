@@ -1,10 +1,10 @@
 """Places of a checkpoint's elements in a model of vLLM, and their changes.
 
 `trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
-records each copy that the loader would make. A tensor that is copied once, as a whole, into one
-contiguous piece of a parameter can later be changed element by element. Two further checks find
-changes that the recorded copies do not show. The bits in the model must equal those of the loaded
-tensor, and no layer may keep a second form of its weights. If any check fails, the model takes
+records each copy that the loader would make. Suppose that a tensor is copied once, as a whole, into
+one contiguous piece of a parameter. It can then be changed element by element. Two further checks
+find changes that the recorded copies do not show. The bits in the model must equal those of the
+loaded tensor. No layer may keep a second form of its weights. If any check fails, the model takes
 whole versions only. This is so for experts, and for packed, quantised or sharded layers.
 """
 

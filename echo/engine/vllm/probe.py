@@ -1,8 +1,8 @@
 """Check after a swap that vLLM samples from the new weights.
 
 vLLM's log-probabilities of a prompt must match those that transformers computes on the host from
-the same tensors, independently of vLLM. A tied head with its old weights, a missed layer or a
-transposed tensor shows as a difference of tenths of nats per token.
+the same tensors, independently of vLLM. Wrong weights cause a difference of tenths of nats per
+token. Examples are a tied head with its old weights, a missed layer and a transposed tensor.
 
 The prompt is a concatenation of NUM_TEXTS texts. Each is a fixed beginning that the model itself
 has continued greedily, so its tokens are likely. Rounding to 16 bits moves the log-probabilities of
@@ -67,8 +67,8 @@ MAX_DRIFT = 1.0
 """Nats per token by which the prompt may become less likely before a new prompt is made."""
 
 SPARED_S = 1.0
-"""Seconds. A pass in float32 is made at each swap if it takes at most this much longer than a pass
-in 16 bits.
+"""Seconds. A pass in float32 is made at each swap if it takes at most this much longer than in 16
+bits.
 """
 
 MAX_WIDENED = 1 << 24

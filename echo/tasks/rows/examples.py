@@ -1,10 +1,10 @@
 """Makes examples from the rows of a dataset.
 
 A row has the column `prompt` (text or messages) or `messages` (a list of objects with `role` and
-`content`), and optionally `tools`, `answer` and `info`. All other columns keep their names. If the
-dataset has other names for these columns, `task.options.columns` gives the names.
+`content`). It may also have `tools`, `answer` and `info`. All other columns keep their names. If
+the dataset has other names for these columns, `task.options.columns` gives the names.
 
-If the last message of a row is the assistant's, it is usually a supervised answer. Seldom it is the
+If the last message of a row is the assistant's, it is usually a supervised answer. It is seldom the
 beginning of an answer. Echo does not guess, because training after a wrong guess would go on
 without an error. The user has to choose with `assistant_last`.
 """

@@ -5,11 +5,11 @@ For T tokens in segments of s_1, s_2, ... tokens, with S scored tokens:
     6 N T  +  6 V h S  +  6 sum over layers of H D (s_1^2 + s_2^2 + ...)
 
 N is the number of weights in matrix products that one token uses. It excludes the head's V x h, and
-experts that the token does not use. H is the number of heads, and D their width. Each weight takes
-two operations per token forward, two for the gradient of its input, and two for its own gradient,
-unless it is frozen. Only the causal half of the score matrix counts. If a layer has a sliding
-window, only the band within the window counts. Recomputation, padding and the optimizer do not
-count, so they lower the utilization.
+experts that the token does not use. H is the number of heads, and D their width. Per token, each
+weight takes two operations forward and two for the gradient of its input. Unless it is frozen, it
+takes two more for its own gradient. Only the causal half of the score matrix counts. If a layer has
+a sliding window, only the band within the window counts. Recomputation, padding and the optimizer
+do not count, so they lower the utilization.
 
 Most published figures use the convention of PaLM (arXiv:2204.02311, appendix B). It counts the head
 for every token. It also counts the whole score matrix of a row, even across segments:

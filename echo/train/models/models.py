@@ -5,7 +5,7 @@
     rescorer   a frozen model that takes the weights of published versions, for attribution
 
 All three get the same micro-batches, so they share one limit of tokens. The policy and the
-reference also share one form of rows: if either cannot take packed rows, both take padded ones.
+reference also share one form of rows: if either cannot take packed rows, both take padded rows.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ def packed_attention(
         cu_seq_lens_k: [n + 1] int32, starts of the segments' keys, then their number.
         max_length_q: tokens of the longest segment, for the kernel.
         max_length_k: largest number of keys of a segment.
-        segment_keys: [K] int64, places of the segments' keys in the row, for the kernel; None if
-            each segment has the keys of its own tokens alone.
+        segment_keys: [K] int64, places of the segments' keys in the row, for the kernel. None if
+            each segment has only the keys of its own tokens.
         long_segments: segments at the start of the row that dense products compute; None for none.
         segment_runs: runs of equal segments, for a kernel without cumulative lengths.
         seen_shapes: gets the shape of this layer's attention.

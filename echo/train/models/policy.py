@@ -11,8 +11,8 @@ they go through it in padded rows, with the same results. In a packed row, rollo
 share the prompt if it is long compared with their completions. The prompt is then computed once.
 
 Trained weights are float32. With a compute type of bfloat16 the model itself holds rounded copies
-(masters.py). Hidden states and LM head are then multiplied in bfloat16 with float32 sums, as a
-GPU's tensor cores and the fused kernels need.
+(masters.py). Hidden states and LM head are then multiplied in bfloat16 with float32 sums. A GPU's
+tensor cores and the fused kernels need this.
 
 If several processes train the model, each holds a shard (ranks/sharding.py), and all make the same
 calls.
@@ -148,7 +148,7 @@ class Compute:
     micro_batch_tokens: int = 16384
     """Largest number of tokens that go through the model at once, with padding."""
     packs: Literal["auto"] | bool = True
-    """Whether rollouts share a row, if the model keeps them apart; "auto" pads the rows of a batch
+    """Whether rollouts share a row, if the model keeps them apart. "auto" pads the rows of a batch
     if padded rows cost less (rows.py).
     """
     share_prompts: bool = True

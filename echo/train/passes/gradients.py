@@ -131,7 +131,7 @@ class Gradients:
             step_count: number of the step that made the present weights.
 
         Raises:
-            MemoryShortageError: if this process trains alone, and its memory was too small; the
+            MemoryShortageError: if this process trains alone, and its memory was too small. The
                 gradient on the parameters is then incomplete, as after any other error.
             StepError: on all ranks, if the loss raised an error on any rank.
         """
@@ -159,7 +159,7 @@ class Gradients:
         """Put a micro-batch through the policy, forward and backward. Return this rank's error.
 
         If the loss has already failed on this rank, the micro-batch goes through the model without
-        it. The other ranks would otherwise wait.
+        a loss. Otherwise the other ranks would wait.
         """
         failure: StepError | None = None
         objective: Tensor | None = None

@@ -13,7 +13,7 @@ On a GPU the rows are copied to pinned memory on another stream, and the optimiz
 stream. Rows from another machine use a process group of their own, since the next step uses the
 other groups.
 
-No rank gathers the model. The place of a row in an image depends on the model alone, and every rank
+No rank gathers the model. The place of a row in an image depends on the model alone. Every rank
 codes a block to the same bytes. So the number of ranks does not change the bytes of a version.
 Deltas continue after a resume on another number of ranks.
 

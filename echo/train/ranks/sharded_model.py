@@ -1,9 +1,9 @@
 """Weights of a model directory, read into shards: each rank reads its own rows.
 
 No rank reads the whole model. transformers matches the tensors of the files to the tensors of the
-model, and joins some (for example the experts of a layer). It then reads this rank's rows of each.
-If there are more ranks than experts, a rank may have no rows of a tensor and reads nothing. The
-tensors are copied into the shards, one decoder layer after the other.
+model. It joins some of them (for example the experts of a layer), and reads this rank's rows of
+each. If there are more ranks than experts, a rank may have no rows of a tensor and reads nothing.
+The tensors are copied into the shards, one decoder layer after the other.
 
 transformers joins and divides the rows of one rank. That is correct only if each row of the result
 comes from the same row of each source. A tensor without this property is read whole by every rank.

@@ -12,15 +12,15 @@ log-probabilities, runs within the root's forward. Elsewhere the head is a shard
 
 Ranks wait for each other in every layer, forward and backward. So all of them make the same passes
 in the same order. A rank without a micro-batch puts a row through the model that does not count. A
-rank that runs out of memory within a pass ends the job (rank_group.py), since the others wait for
+rank that runs out of memory within a pass ends the job (rank_group.py). The others would wait for
 it in the next layer.
 
 Gradients are summed over the ranks and not averaged, since losses are divided by counts of the
 whole batch. Parameters and sums are float32. With a compute type of bfloat16 each unit is cast when
 it is gathered, so autocast is not needed.
 
-Every rank reads the same data and makes the same decisions. A value that one rank alone knows (its
-loss, the norm of its shards, an error) is gathered on all ranks before a decision uses it.
+Every rank reads the same data and makes the same decisions. A rank's own values are its loss, the
+norm of its shards, and errors. They are gathered on all ranks before a decision uses them.
 """
 
 from __future__ import annotations
