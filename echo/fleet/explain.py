@@ -217,6 +217,7 @@ class Tally:
     """The time of all workers by stage, while the learner waits and in total."""
 
     waited_s: float = 0.0
+    """Seconds of waits, without those in which there was no active worker."""
     closed_s: float = 0.0
     """Seconds of waits in which the staleness bound admitted no group."""
     waits: dict[tuple[WaitStage, str], float] = field(default_factory=dict)
@@ -241,7 +242,7 @@ class Tally:
 
     def add(self, fleet: ObservedFleet, seconds: float, *, is_waiting: bool) -> None:
         """Count the seconds for which the fleet was in a state."""
-        if is_waiting:
+        if is_waiting and fleet.workers:
             self.waited_s += seconds
             self.closed_s += seconds * fleet.is_closed
         for worker in fleet.workers:

@@ -251,9 +251,31 @@ def test_a_cause_is_logged_once_while_it_lasts(make_world: MakeWorld) -> None:
     assert len(explained(world)) > 2
     assert len([note for note in world.notes("learner") if "the learner wait" in note]) == 1
     rows = [row for row in world.rows if "time/wait_for_batch" in row]
-    for row in rows:
+    for row in rows[1:]:  # the first step also waited for the workers to join
         by_stage = sum(value for name, value in row.items() if name.startswith("time/wait/"))
         assert by_stage == pytest.approx(row["time/wait_for_batch"], abs=0.1)
+
+
+def test_engines_that_start_slowly_are_no_reason_to_publish_less(make_world: MakeWorld) -> None:
+    world = Run(make_world).start(rated=replace(PACE, install_s=90.0))
+    world.run(80.0)
+    assert "installing v0" in world.node("learner")._stalls.waiting_for
+    assert explained(world) == []
+    world.run_until(lambda: bool(explained(world)), within_s=600.0)
+    assert explained(world)[0]["cause"] == "slow_install"
+
+
+def test_the_time_without_a_worker_is_no_wait_for_its_groups(make_world: MakeWorld) -> None:
+    world = Run(make_world).world
+    world.learner()
+    world.run(200.0)
+    assert [each["cause"] for each in explained(world)] == ["no_worker"]
+    for name in WORKERS:
+        world.worker(name, rated=PACE)
+    world.run_until(lambda: world.step >= 2, within_s=200.0)
+    assert len(explained(world)) == 1
+    first = world.rows[1]
+    assert sum(value for name, value in first.items() if name.startswith("time/wait/")) < 20.0
 
 
 def test_a_wait_that_goes_on_is_in_the_files_of_the_run(make_world: MakeWorld) -> None:

@@ -137,6 +137,8 @@ class Stalls:
         if waited_s < self._limit_s or self._fleet.num_missing <= 0:
             return
         found = explain_wait(self._tally, self._fleet)
+        if found.cause == "slow_install" and not self._num_steps:
+            return  # engines start with their first version: versions do not come too often
         if self._report(found, f"waits {format_duration(waited_s)} for {found}", now):
             self._write(self._role.step, {"explain": _as_row(found)})
 
@@ -155,7 +157,10 @@ class Stalls:
         self._tally.add(self._fleet, seconds, is_waiting=not activity)
 
     def _look(self, now: float) -> None:
+        had_workers = bool(self._fleet.workers)
         self._looked_at, self._fleet = now, self._observe()
+        if self._fleet.workers and not had_workers:
+            self._waits_from, self._waited_s = now, 0.0  # the wait for a worker is over
 
     def _observe(self) -> ObservedFleet:
         progress = self._progress
