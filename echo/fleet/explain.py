@@ -46,6 +46,8 @@ STRAGGLER_FACTOR = 2.0
 """A straggler samples at least this many times slower than the median of the other workers."""
 FETCHING_SHARE = 0.5
 """A link or disk is slow if workers fetch during at least this share of their wait for weights."""
+AHEAD = 1.5
+"""A node does not wait for its parent if the parent holds more than this times its chunks."""
 DISK_FACTOR = 1.5
 """A node's disk is the limit if it writes at most this many times as fast as weights arrive."""
 EMPTY_SHARE = 0.5
@@ -181,11 +183,12 @@ class ObservedFleet:
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
         """Return the fetching nodes on the way of the weights, from a worker to its ancestors.
 
-        The last node's parent is the learner, or a node that fetches nothing.
+        The last node's parent is the learner, or a node that has much more than the last node: all
+        of the version, or AHEAD times as many chunks.
         """
         path = [worker]
         while (parent := self.node(path[-1].parent)) is not None and parent.is_fetching:
-            if parent in path:
+            if parent in path or parent.num_chunks_held > max(AHEAD * path[-1].num_chunks_held, 4):
                 break
             path.append(parent)
         return path
@@ -376,6 +379,10 @@ def _fetch(node: ObservedNode) -> str:
     return f"{node.fetching} ({text})"
 
 
+def _held(node: ObservedNode) -> str:
+    return f"{node.num_chunks_held} chunks" if node.is_fetching else "all"
+
+
 def _names(names: Sequence[str]) -> str:
     """Return the first MAX_NAMES_LISTED names as text, and the number of further names."""
     shown = list(names[:MAX_NAMES_LISTED])
@@ -548,7 +555,7 @@ def _slow_hop(fleet: ObservedFleet, node: ObservedNode, chain: str) -> Explanati
     if parent is not None:
         return Explanation(
             "slow_relay", parent.name, "worker.connect" if parent.role == "relay" else "",
-            f"{chain}; {parent.name} has all of it, so its uplink is the bottleneck",
+            f"{chain}; {parent.name} has {_held(parent)} of it, so its uplink is the bottleneck",
             f"add a relay beside {parent.name} and name it in worker.connect, or raise "
             "sync.publish_period",
         )  # fmt: skip

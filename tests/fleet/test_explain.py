@@ -106,6 +106,13 @@ def test_the_slowest_hop_of_the_weights_is_followed_up_to_who_has_them() -> None
     # Later the relay has all of it, and the worker takes much longer.
     later = fleet(child, replace(relay, fetching=""))
     assert explained(fleet(child, relay), later, later).cause == "slow_relay"
+    # So is its uplink if it passes on much less than it gets.
+    ahead = replace(relay, num_chunks=12, num_chunks_held=9)
+    lagging = explained(fleet(replace(child, num_chunks_held=4), ahead))
+    assert lagging.cause == "slow_relay"
+    assert "r1 has 9 chunks of it" in lagging.chain
+    close = explained(fleet(replace(child, num_chunks_held=7), ahead))
+    assert close.cause == "slow_weights", "the learner limits both"
     # A loop of parents ends.
     loop = fleet(replace(child, parent="w2"), worker("w2", parent="w1", **fetch))
     assert explained(loop).cause == "slow_relay"
