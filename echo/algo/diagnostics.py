@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 # --- length bias ----------------------------------------------------------------------------------
 # Short completions finish first. If groups are trained in the order in which they finish, each
-# batch is biased towards short completions, the more so if long ones are continued in a later step
-# (active partial rollouts). Long completions are delayed, not lost: over a whole run the two
-# distributions agree except for discarded groups. But long completions are trained later, on older
-# tokens.
+# batch is biased towards short completions. The bias grows if long completions are continued in a
+# later step (active partial rollouts). Long completions are delayed, not lost: over a whole run the
+# two distributions agree except for discarded groups. But long completions are trained later, on
+# older tokens.
 # Two samples are compared. The first is the groups trained last. The second has no such bias: the
 # newest groups **in the order in which they were granted**, up to the first group that has not
 # ended.
@@ -106,8 +106,8 @@ def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
 
 
 # --- groups ---------------------------------------------------------------------------------------
-# Sums are kept in place of groups, so that metrics can cover the groups that did not count towards
-# a step as well: a mean reward over useful groups alone would never reach 1.
+# Sums are kept in place of groups. So metrics can also cover the groups that did not count towards
+# a step. A mean reward over useful groups alone would never reach 1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,8 +43,8 @@ from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 #     k3 = r - 1 - log r      unbiased, never negative; heavy-tailed where r is large
 #
 # As penalties differentiated through `logprobs` they differ. The gradient of k1 has expectation 0,
-# so it has no effect on average. The gradient of k2 is the gradient of KL(p || other), and the
-# gradient of k3 is the gradient of the other direction, KL(other || p).
+# so it has no effect on average. The gradient of k2 is the gradient of KL(p || other). The gradient
+# of k3 is that of the other direction, KL(other || p).
 #
 # Source: J. Schulman, "Approximating KL Divergence" (2020). Differs from the source: log r is
 # limited in k3, so that one token cannot make a sum infinite. Limits: tokens must come from
@@ -381,10 +381,10 @@ class DecoupledPpoLoss:
 
 # --- score centering ------------------------------------------------------------------------------
 # The score of a token, grad log pi, has expectation 0 under pi, but not under mu, which sampled it.
-# So at a prefix whose expected advantage is not 0, a policy gradient on stale rollouts also pulls
-# towards mu, whatever the rewards. Score centering subtracts the score's expectation under mu.
-# Workers send mu only for its most likely ids H; for the other ids, the tail, mu is taken to be rho
-# pi.
+# So if the expected advantage at a prefix is not 0, a policy gradient on stale rollouts also pulls
+# towards mu. The rewards do not matter for this. Score centering subtracts the score's expectation
+# under mu. Workers send mu only for its most likely ids H. The other ids are the tail, for which mu
+# is taken to be rho pi.
 #
 #     rho = (1 - sum_H mu) / (1 - sum_H pi);  C = sum_H sg(m - alpha pi) log pi;  loss = base + A C,
 #
@@ -392,13 +392,13 @@ class DecoupledPpoLoss:
 # a weight clip(pi / mu, lo, hi) of each token, m = clip(pi, lo mu, hi mu) and alpha = clip(1, lo
 # rho, hi rho). For a weight s of a whole rollout, m = s mu and alpha = s rho, both 0 if the rollout
 # is clipped. sum_tail alpha pi grad log pi is -sum_H alpha pi grad log pi, so only H is scored. If
-# H is the whole vocabulary, the expectation of the loss's gradient is 0 for rewards that do not
-# depend on the token, exactly.
+# H is the whole vocabulary, and rewards do not depend on the token, the expectation of the loss's
+# gradient is exactly 0.
 #
 # Source: M. Marek, M. Ryabinin, "Score Centering Stabilizes Off-policy Reinforcement Learning",
 # arXiv:2609.20807.
-# Differs from the paper: rho is 1 where the tail has less than 1e-6 of the learner's probability
-# (there the paper divides by 1e-6), and at most 100. The log-probabilities of H travel in bfloat16,
+# Differs from the paper: rho is at most 100. If the tail has less than 1e-6 of the learner's
+# probability, rho is 1 (the paper divides by 1e-6). The log-probabilities of H travel in bfloat16,
 # whose rounding would otherwise decide rho where the tails are tiny.
 # Limits: the prefixes are still the sampler's. A token without recorded ids is not centered.
 
@@ -631,9 +631,9 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
 class M2poLoss:
     """A bound on the second moment of a batch's log-ratios.
 
-    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. The loss masks those of
-    these tokens that have the largest (log r)^2, until the mean over the others is at most the
-    bound.
+    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. Among these tokens, the
+    loss masks the tokens with the largest (log r)^2. It stops when the mean over the others is at
+    most the bound.
 
     l_t = -r_t A for the tokens that remain;  loss = sum_t l_t / num_tokens.
 
@@ -773,8 +773,8 @@ class OaplLoss:
 # after the final masks; workers do not send it. A group that has lost a member has no expectation
 # and is left out. A member that is not trained (`overlong_filter`) was sampled and is not lost: it
 # stays in the expectation, and only its loss is left out.
-# A rollout that is continued under a newer policy mixes two policies in one q_i, and a group
-# sampled by several versions mixes them in one expectation. The paper has one sampler per group.
+# A rollout that is continued under a newer policy mixes two policies in one q_i. A group sampled by
+# several versions mixes these versions in one expectation. The paper has one sampler per group.
 # `groups/mixed` is the share of groups that differ from the paper in this way.
 
 

@@ -419,7 +419,7 @@ class Engine(abc.ABC):
 # --- concurrency ----------------------------------------------------------------------------------
 # An engine estimates the memory of a rollout before it begins. The estimate is too low if other
 # programs use the same memory, or if kernels allocate more than expected. So running out of memory
-# does not end the engine: the running rollouts continue or start again, half of them at a time, and
+# does not end the engine. The running rollouts continue or start again, half of them at a time, and
 # that half becomes the limit. The engine raises an error, with the numbers, only if a single
 # rollout does not fit.
 

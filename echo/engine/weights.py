@@ -463,14 +463,14 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 # --- delta on the device --------------------------------------------------------------------------
-# The learner keeps the last published image on its device. The device compares that image with the
-# new one, finds the words that differ and subtracts them, at the speed of its memory. The host
-# receives an index and a difference per change, about 4 % of a bf16 image after a small step, and
-# packs them. The coded blocks are byte for byte those of echo.weights.delta, so receivers need not
-# know where a block was coded. A block that is not sparse is copied to the host and coded there.
-# One thread launches this work and waits for the device twice per version, asleep. It makes no copy
-# into unpinned memory and reads no single number from the device: each would hold the CUDA context
-# until the device has finished, and so block the thread that launches the training step.
+# The learner keeps the last published image on its device. The device finds the words that differ
+# in the new image and subtracts them, at the speed of its memory. The host receives and packs an
+# index and a difference per change. After a small step they take about 4 % of a bf16 image. The
+# coded blocks are byte for byte those of echo.weights.delta, so receivers need not know where a
+# block was coded. A block that is not sparse is copied to the host and coded there. One thread
+# launches this work and waits for the device twice per version, asleep. It makes no copy into
+# unpinned memory and reads no single number from the device: each would hold the CUDA context until
+# the device has finished, and so block the thread that launches the training step.
 # The host's copy of the new image needs no transfer either: the host applies decode_block() to the
 # coded blocks, with the image of the version before as base.
 
@@ -683,19 +683,19 @@ def _wait_for(device: torch.device) -> None:
 #                               host image of the last version ----------+--> host image of this one
 # "In host memory" needs no lasting GPU memory. The GPU copies the whole image from the weights into
 # pinned pages, on a separate stream. The trainer waits for that stream before it changes the
-# weights (train/weights.py); until then the copy has the time of a forward and a backward pass.
-# "On the GPU" copies about 4 % of the image, and the host need not search for changes. The GPU
-# holds two images: the new image is rounded before the next step, and compared with the last image
-# during that step. Nothing reads the weights by then, so no update waits for the comparison. The
-# host decodes the coded blocks on the same base as receivers do, so the host's image, which is
-# hashed and signed, equals the image of the receivers. The whole image is copied, and its delta
-# coded on the host, if more than SPARSE_SHARE of the words changed, if the set or layout of the
-# tensors changed, and after a restart.
+# weights (train/weights.py). Until then the copy has the time of a forward and a backward pass. "On
+# the GPU" copies about 4 % of the image, and the host need not search for changes. The GPU holds
+# two images: the new image is rounded before the next step, and compared with the last image during
+# that step. Nothing reads the weights by then, so no update waits for the comparison. The host
+# decodes the coded blocks on the same base as receivers do. So the host's image, which is hashed
+# and signed, equals the image of the receivers. In three cases the whole image is copied, and its
+# delta coded on the host: if more than SPARSE_SHARE of the words changed, if the set or layout of
+# the tensors changed, and after a restart.
 # Host and GPU each write two images in turns. An image is overwritten only once its copy has
 # arrived and nothing reads it any more. Until then the learner puts off the next version, but not
-# its next step (`prepare`). The host makes memory for both images with the first version and
-# touches all pages, because first touches cost more than the rest of making a version. If an older
-# image is read for long, a thread makes memory for a third image.
+# its next step (`prepare`). The host makes memory for both images with the first version, and
+# touches all pages. First touches cost more than the rest of making a version. If an older image is
+# read for long, a thread makes memory for a third image.
 
 
 _log = logging.getLogger(__name__)

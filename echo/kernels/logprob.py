@@ -275,9 +275,10 @@ def linear_policy_loss(
 
 
 # --- logits of chosen ids, and log-probabilities within a set of ids ------------------------------
-# A token that was drawn from a set of ids is scored on that set: the learner's logits outside of it
-# do not count, and an id inside it counts however low the learner ranks it. Only the rows of the LM
-# head that the sets name are read, so there is neither an [N, V] matrix nor a pass over the head.
+# A token that was drawn from a set of ids is scored on that set. The learner's logits outside of
+# the set do not count. An id inside the set counts however low the learner ranks it. Only the rows
+# of the LM head that the sets name are read. So there is neither an [N, V] matrix nor a pass over
+# the head.
 
 
 def linear_pair_logits(

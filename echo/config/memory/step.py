@@ -184,7 +184,7 @@ class StepFootprint:
         forward, backward = self._head_bytes()
         waiting = width * outside
         made = 4 * outside if now.is_only else 0  # counted among the gradients once it exists
-        # A float32 copy, which becomes the gradient or is added to it; a GPU adds without a copy.
+        # A float32 copy, which becomes the gradient or is added to it. A GPU adds without a copy.
         cast = 4 * outside if width == 2 and (now.is_only or self._keeps_freed) else 0
         final = (4 + width) * facts.hidden_size * now.num_tokens
         for head in (forward, backward + waiting):

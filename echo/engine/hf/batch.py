@@ -23,9 +23,9 @@ from echo.engine.engine import Completion, FinishReason, Request, Sampling
 #
 # Each draw inverts the cumulative distribution at one uniform number, which depends only on the
 # row's seed and the token's position. So a request's tokens do not depend on the other rows of its
-# batch, and a vocabulary of 150,000 takes no more random numbers than a vocabulary of 32. Rounding
-# is the exception: a matrix product may round differently in a batch of another size, which moves
-# probabilities by some 1e-7 and so changes a token about once in a million.
+# batch. A vocabulary of 150,000 takes no more random numbers than a vocabulary of 32. Rounding is
+# the exception. A matrix product may round differently in a batch of another size. This moves
+# probabilities by some 1e-7, and so changes a token about once in a million.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -615,7 +615,7 @@ class CrashReason:
     """
 
     def __init__(self) -> None:
-        """Create the empty file, and count the kernel's kills so far."""
+        """Create the empty file. Count the processes that the kernel has killed so far."""
         handle, path = tempfile.mkstemp(prefix="echo-vllm-", suffix=".txt")
         os.close(handle)
         self._path = Path(path)

@@ -96,9 +96,9 @@ from echo.weights.store.patches import Patch
 # --- one call -------------------------------------------------------------------------------------
 #
 # A sample counts only if all its tokens come from weights that passed the probe. Samples from
-# weights that are still being probed are held until the probe ends. A rollout with tokens from
-# weights that failed the probe, or that was running when vLLM died, is sampled again from its start
-# with the same seed. A rollout with a log-probability that is not finite is also sampled again,
+# weights that are still being probed are held until the probe ends. A rollout is sampled again from
+# its start, with the same seed, if it has tokens from weights that failed the probe, or if it was
+# running when vLLM died. A rollout with a log-probability that is not finite is also sampled again,
 # once: on a CPU a NaN in a block of the KV cache reaches the next request that gets the block.
 
 

@@ -55,7 +55,7 @@ class StopDetokenizer(IncrementalDetokenizer):
         self._search = search
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Add tokens until one completes a stop string. Return a text then, else None."""
+        """Add tokens until one completes a stop string. Return a text then, otherwise None."""
         search = self._search
         for token in new_token_ids:
             self.token_ids.append(token)
