@@ -475,7 +475,6 @@ def pack_micro_batches(
 
 
 def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
-    """Divide a micro-batch into parts of 2**n rows each, largest first."""
     while indices:
         number = 1 << len(indices).bit_length() - 1
         yield indices[:number]
@@ -657,7 +656,6 @@ def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
 
 
 def _padded_rows(samples: Sequence[TrainingRow], sizes: RowSizes, max_tokens: int) -> _Layout:
-    """Return one padded row for each chain, and then rows of padding only."""
     lengths = [length for sample in samples for length in sample.chain_inputs]
     width = sizes.width(max(lengths), max_tokens=max_tokens)
     layout = _apart(samples, width)

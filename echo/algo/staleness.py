@@ -81,7 +81,6 @@ class StalenessController:
     """Raises and lowers the staleness bound from the signals of each step."""
 
     def __init__(self, settings: ControlSettings) -> None:
-        """Start with the largest bound, `settings.most`."""
         self.settings = settings
         self.bound = settings.most
         self._smoothed: dict[str, float] = {}

@@ -88,7 +88,6 @@ def _check_sync(config: Config) -> Iterator[Problem]:
 
 
 def _check_exact_version(config: Config) -> Iterator[Problem]:
-    """Report settings that contradict `exact_version`."""
     rollout, key = config.rollout, "rollout.exact_version"
     if not rollout.exact_version:
         return
@@ -136,7 +135,6 @@ def _check_security(config: Config) -> Iterator[Problem]:
 
 
 def _check_dual_clip(config: Config) -> Iterator[Problem]:
-    """Refuse a dual clip that is not above the upper end of the clip."""
     loss = config.loss
     dual_clip = getattr(loss, "dual_clip", False)
     if not isinstance(loss, ClippedSection) or dual_clip is False:

@@ -359,7 +359,6 @@ def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
 
 
 def _describe_unknown(kind: type[FleetFile], path: KeyPath) -> str:
-    """Return the error text for an unknown key, with the most similar key."""
     tables, known, name = tables_of(kind), _leaves(kind), path[-1]
     if path[0] not in tables and path[0] in tables_of(ScenarioFile):
         return "only a scenario has this table, for `echo-rl sim`; remove it from this file"

@@ -70,7 +70,6 @@ MAX_GUESSES = 3
 
 
 def _describe_unknown(path: KeyPath) -> str:
-    """Return the error text for an unknown key, with the most similar key."""
     section, name = path[0], path[-1]
     if section in sections() and len(path) == 1:
         return f"this is a section, not a key; write [{section}] and its keys below it"
@@ -196,7 +195,6 @@ def _cause_in_override(problem: Problem, user: Settings) -> bool:
 
 
 def _describe_idle(problem: Problem, settings: Settings) -> str:
-    """Return the note on a setting of the file without effect."""
     path, *causes = problem.paths
     setting = problem.setting or settings[path]
     beside = " and ".join(f"{'.'.join(c)} = {brief(settings[c].value)}" for c in causes)

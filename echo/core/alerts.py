@@ -193,7 +193,6 @@ class AlertRules:
         step: int,
         now: float,
     ) -> Iterator[Alert]:
-        """Compare the median of a metric's newest values with its limit."""
         metric, limit, key = named
         if value is None or not math.isfinite(value):
             return

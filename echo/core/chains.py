@@ -91,7 +91,6 @@ class Tree:
         return cls(rollout.branches, num_tokens=rollout.num_tokens, num_prompt=num_prompt)
 
     def __init__(self, branches: Branches, *, num_tokens: int, num_prompt: int) -> None:
-        """Divide a completion of `num_tokens` tokens into pieces."""
         starts = [0, *branches[:, 0].tolist()]
         ends = [*starts[1:], num_tokens]
         afters = [-1, *branches[:, 1].tolist()]

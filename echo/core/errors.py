@@ -81,7 +81,6 @@ class DivergedError(EchoError):
     """The policy has diverged, and training ends as the user wished."""
 
     def __init__(self, text: str, *, good_step: int) -> None:
-        """Store the message, and the last step before the trouble."""
         super().__init__(text)
         self.good_step = good_step
 

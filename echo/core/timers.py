@@ -29,7 +29,6 @@ class RecentMap(Generic[RecentKey, Value]):
     """
 
     def __init__(self, *, max_entries: int) -> None:
-        """Start with an empty map of at most `max_entries` entries."""
         self.max_entries = max_entries
         self._entries: dict[RecentKey, Value] = {}
 
@@ -130,7 +129,6 @@ class OncePerMinute:
     """
 
     def __init__(self) -> None:
-        """Start with no lines counted."""
         self._logged: RecentMap[tuple[str, str], tuple[float, int]] = RecentMap(
             max_entries=MAX_LINES
         )

@@ -98,7 +98,6 @@ class Trimmer:
     """Returns freed memory to the system when the process has grown."""
 
     def __init__(self) -> None:
-        """Measure growth from the present memory of the process."""
         self._is_usable = _glibc() is not None and _RESIDENT.exists()
         self._num_pages = _resident_pages() if self._is_usable else 0
         """Number of resident pages from which growth is measured: the fewest since memory was last

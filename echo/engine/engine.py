@@ -449,7 +449,6 @@ class Concurrency:
     """An engine's limit on concurrent rollouts, halved each time memory runs out."""
 
     def __init__(self) -> None:
-        """Start without a limit."""
         self.limit: int | None = None
         """Largest number of concurrent rollouts; None until memory first runs out."""
         self._num_failures = self._num_reported = 0
@@ -499,7 +498,6 @@ class InstalledVersion:
     """The installed version of an engine that holds one version. Thread-safe."""
 
     def __init__(self) -> None:
-        """Start with no version installed."""
         self._swap = threading.Lock()
         self._installed: PolicyVersion | None = None
 

@@ -86,7 +86,6 @@ def _library(name: str) -> ModuleType:
 
 
 def _errors(hub: ModuleType) -> tuple[type[Exception], ...]:
-    """Return the types of errors that huggingface_hub and its HTTP library raise."""
     return OSError, ValueError, *hub.errors.HfHubHTTPError.__bases__
 
 
@@ -107,7 +106,6 @@ def _cached(name: str, revision: str | None, *files: str, key: str = "model.name
 
 
 def _explain(error: Exception, hub: ModuleType, name: str, revision: str | None, key: str) -> str:
-    """Return Echo's one-line message for an error of the hub, with the remedy."""
     page, errors = f"https://huggingface.co/{name}", hub.errors
     copy = f"set {key} to a directory with a copy of the model"
     cause = str(error).partition("\n")[0] or type(error).__name__

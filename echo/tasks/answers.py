@@ -104,7 +104,6 @@ def is_equal(reference: str, answer: str) -> bool:
 
 
 def _last_boxed(completion: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} in a text, or None."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return None

@@ -706,7 +706,6 @@ class TaskProcess:
 
 
 def _start_child() -> tuple[subprocess.Popen[bytes], Pipe]:
-    """Start a process of a task. Return it and this side of the socket pair."""
     own, theirs = socket.socketpair()
     arguments = [json.dumps(search_path()), str(theirs.fileno()), str(os.getpid())]
     with theirs:

@@ -537,7 +537,6 @@ def _check_options(kind: str, task_class: type[Task], options: Mapping[str, Any]
 
 
 def _source_of(task_class: type) -> str:
-    """Return the text of a class's file, with line ends as on Unix."""
     try:
         path = inspect.getsourcefile(task_class)
     except TypeError:
@@ -840,7 +839,6 @@ def search_path() -> list[str]:
 
 
 def _search_in(directory: Path) -> None:
-    """Add a directory at the end of sys.path for imports of the user's code."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
         _ADDED.add(str(directory))

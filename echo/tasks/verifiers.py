@@ -323,7 +323,6 @@ def _as_messages(prompt: str | list[dict[str, Any]]) -> list[Message]:
 
 
 def _plain(messages: Any) -> list[Message]:
-    """Return messages of verifiers as dicts, without values of None."""
     dumped = [m if isinstance(m, dict) else m.model_dump() for m in messages]
     return [
         {name: value for name, value in message.items() if value is not None}

@@ -313,7 +313,6 @@ def _samples(
 
 
 def _advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[list[float]]:
-    """Return the advantages of each group's rollouts, in order."""
     of_size: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         of_size.setdefault(len(group.rollouts), []).append(index)

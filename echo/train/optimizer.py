@@ -184,7 +184,6 @@ def _update(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
-    """Make one in-place update of these weights by torch's fused AdamW."""
     adamw(
         weights,
         gradients,
@@ -310,7 +309,6 @@ def _coded(moment: str, codes: Tensor, scales: Tensor) -> CodedMoment:
 
 
 def _converted(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state whose moments have the form of those in `own`."""
     found = {}
     for key, value in tensors.items():
         plain = key.removesuffix(CODES).removesuffix(SCALES)

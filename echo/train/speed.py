@@ -42,7 +42,6 @@ class Speedometer:
     """Measures how fast each step is: tokens, operations, seconds and memory."""
 
     def __init__(self, model: ModelFlops, compute: Compute) -> None:
-        """Store the model's operation counts, the device and the ranks."""
         self._ranks = compute.ranks
         self._model = model
         self._device = compute.device

@@ -51,6 +51,5 @@ class NonfiniteWeightsError(EchoError):
     """The error for weights that hold NaN or infinity, which are not saved."""
 
     def __init__(self, names: Sequence[str], *, num_tensors: int) -> None:
-        """Make the message from the bad tensors' names and the number of tensors."""
         super().__init__(f"NaN or infinity in {len(names)} of {num_tensors} tensors: {names[0]}")
         self.names, self.num_tensors = names, num_tensors

@@ -79,7 +79,6 @@ class TrainerState:
         self._adapters.for_each(lambda name: self._load_one(directory / name))
 
     def _save_one(self, directory: Path) -> None:
-        """Write the state of the weights that are in the model."""
         weights = self._policy.tensors()
         own = find_nonfinite({name: sharding.local(part) for name, part in weights.items()})
         gathered = self._ranks.gather("\n".join(own).encode())
@@ -100,7 +99,6 @@ class TrainerState:
         )
 
     def _load_one(self, directory: Path) -> None:
-        """Read a state into the weights that are in the model."""
         own = self._policy.tensors()
         self._weights.wait_for_copies()
         if self._ranks.is_alone:

@@ -211,7 +211,6 @@ class TrainedWeights:
 
     @contextmanager
     def _memory_of_adamw(self) -> Iterator[None]:
-        """Turn an out-of-memory error of AdamW into an EngineError."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -186,7 +186,6 @@ def _who(footprint: Footprint, role: Role) -> str:
 
 
 def _chosen(footprint: Footprint, role: Role) -> str:
-    """Return text on the settings that decide a learner's memory."""
     if role != "learner":
         return ""
     config = footprint.config
@@ -314,8 +313,6 @@ def _too_short(missing: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The GPU's or the host's memory, with the items to be held there."""
-
     items: tuple[Item, ...]
     available_bytes: int
 

@@ -299,6 +299,5 @@ class Footprint:
 
     @property
     def _evaluation_width(self) -> int:
-        """Return the bytes per weight of the model that samples held-out prompts."""
         as_trained = self._step.is_alone and not self.has_gpu
         return self._step.compute_bytes if as_trained else DTYPE_BYTES[self.config.model.dtype]

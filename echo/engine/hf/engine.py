@@ -71,7 +71,6 @@ class Mailbox:
     """Passes jobs to the thread that holds the mailbox open."""
 
     def __init__(self) -> None:
-        """Start closed, without jobs."""
         self._owner = threading.Lock()
         self._lock = threading.Lock()
         self._is_open = False
@@ -374,7 +373,6 @@ class TransformersEngine(Engine):
         )
 
     def _needs(self, prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
-        """Return the bytes of the weights and of one rollout of this size."""
         one = (
             self._kv_bytes_per_token * (prompt_tokens + completion_tokens)
             + SAMPLING_BYTES_PER_LOGIT * self._vocab_size
@@ -414,7 +412,6 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _run(self, batch: StaticBatch, watcher: Watcher) -> None:
-        """Advance a batch token by token until every row has ended or the watcher stops it."""
         if watcher.should_stop():
             return
         logits, cache = self._begin(batch, watcher)

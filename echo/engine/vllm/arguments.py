@@ -332,7 +332,6 @@ def _with_exact_head(given: Any) -> Any:
 
 
 def _wanted_bytes(arguments: Mapping[str, Any], demand: Demand) -> int:
-    """Return the bytes of KV cache that the expected rollouts need."""
     model_dir = Path(arguments["model"])
     try:
         facts = read_model_facts(model_dir)

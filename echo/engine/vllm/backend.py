@@ -754,7 +754,6 @@ class ProcessBackend(Backend):
         return await asyncio.wait_for(call, TIMEOUT_S)
 
     def _why(self, error: BaseException) -> str:
-        """Return vLLM's own crash reason if there is one, otherwise `error`."""
         manager = self._engine.engine_core.resources.engine_manager
         processes = [] if manager is None else manager.processes
         was_killed = any(process.exitcode == -signal.SIGKILL for process in processes)

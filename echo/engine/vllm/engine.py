@@ -110,7 +110,6 @@ class CacheCapacity:
     """Counts free blocks of the KV cache and free places in the batch."""
 
     def __init__(self) -> None:
-        """Start without blocks and places. `resize` sets their numbers."""
         self._lock = threading.Lock()
         self._all = (0, 0)
         self._num_blocks, self._num_seqs = self._all
@@ -442,8 +441,6 @@ fails.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Installed:
-    """The weights of one version, and what the probe expects from them."""
-
     tensors: Mapping[str, Tensor]
     version: PolicyVersion
     expected: Expectation
@@ -913,7 +910,6 @@ class VllmEngine(Engine):
         return None if self._good is None else self._install(self._good)
 
     def _start(self, *, is_first: bool = False) -> Backend:
-        """Start vLLM and read its capacity."""
         backend = self._launcher.launch(is_first=is_first)
         facts = backend.facts
         self._probe.bound(facts.max_model_len)

@@ -309,7 +309,6 @@ class _Float32(TorchFunctionMode):
 
 
 def _widened(value: Any) -> Any:
-    """Return a 16-bit tensor or dtype as float32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     return torch.float32 if value in _HALF else value

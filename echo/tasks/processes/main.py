@@ -301,8 +301,6 @@ class Performer:
 
 
 class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller is told
-    """This process refuses a call, or a value from the task's code."""
-
     def __init__(self, text: str, *, reason: str = "reward_error") -> None:
         super().__init__(text)
         self.fault = CallFault(reason, text)

@@ -380,7 +380,6 @@ def _open(path: Path) -> Any:
 
 
 def _download(path: str, **options: Any) -> list[Path]:
-    """Return the files of a split on the hub, downloaded if they are not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -119,7 +119,6 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
 
 
 def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
-    """Return the sizes of a model. Without a configuration, only weights are counted."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     left_out = {id(tensor) for tensor in (*tables, head)}
     body = body_trained = 0

@@ -411,7 +411,6 @@ def _find_leak(
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest relative difference of a token's state from the expected state."""
     found, expected = found.float(), expected.float()
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 

@@ -281,7 +281,6 @@ def _demonstrations(
 
 
 def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
-    """Return the text of a completion without its <eos>."""
     ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 

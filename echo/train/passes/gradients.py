@@ -78,8 +78,6 @@ class _Scored:
 
 @dataclass(slots=True, eq=False)
 class _RankFindings:
-    """This rank's findings in the micro-batches computed so far."""
-
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     """For each micro-batch, sums by metric, scalars on the device."""
     by_group: list[Tensor] = field(default_factory=list)

@@ -97,7 +97,6 @@ class Passes:
     """Makes passes, and repeats a pass in smaller micro-batches if memory was too small."""
 
     def __init__(self, models: Models, speed: Speedometer) -> None:
-        """Store the models and the speedometer."""
         self._models = models
         self._speed = speed
         self._notices: list[str] = []

@@ -530,7 +530,6 @@ class LeadImages:
         return piece
 
     def _send_memory(self, image: memoryview) -> None:
-        """Send the other ranks the memory area that an image is written into."""
         made = tuple((number, num_bytes) for number, (_, num_bytes) in self._made.items())
         number = self._numbers.get(address_of(image), 0)
         message = _encode(Memory(number, made, frozenset(self._numbers.values())))

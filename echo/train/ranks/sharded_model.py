@@ -83,7 +83,6 @@ def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
 
 
 def _layer(key: str) -> int:
-    """Return the layer number in a tensor's name, -1 if there is none."""
     number = re.search(r"\.(\d+)\.", key)
     return -1 if number is None else int(number[1])
 
@@ -161,6 +160,5 @@ def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
 
 
 def _place(shapes: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that has a tensor, and the tensor's name there."""
     path, _, last = name.rpartition(".")
     return shapes.get_submodule(path), last
