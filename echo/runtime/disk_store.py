@@ -76,7 +76,7 @@ BATCH_BYTES = 1 << 20
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
-    """Return one byte per chunk of an image: 1 if the chunk's bytes match their hash, else 0.
+    """Return one byte per chunk: 1 if the chunk matches its hash, else 0.
 
     `storage` has the manifest's size. Bytes of a file that were never written read as zeros.
     """
@@ -307,7 +307,7 @@ class MemoryStore(VersionStore):
             self._live[version] = pages
 
     def verify_held(self, manifest: Manifest, storage: memoryview) -> bytearray:
-        """Return one byte per chunk: 1 if the chunk's bytes in `storage` match their hash, else 0.
+        """Return one byte per chunk: 1 if the chunk matches its hash, else 0.
 
         Raises:
             StorageError: if `storage` does not have the manifest's size.
@@ -676,7 +676,10 @@ class DiskStore(MemoryStore):
         return stat.f_bavail * stat.f_frsize
 
     def _available_bytes(self) -> int:
-        """Return how many bytes versions may take: free bytes, and files of an earlier process."""
+        """Return how many bytes versions may take.
+
+        These are the free bytes, and the files of an earlier process.
+        """
         taken = (
             entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.directory)

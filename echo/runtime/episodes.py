@@ -316,7 +316,10 @@ class _Play:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last sampled turn ends with a stop token; a stop string does not count."""
+        """Whether the last sampled turn ends with a stop token.
+
+        A stop string does not count.
+        """
         return int(self.turn_ids[-1]) in self._stop_ids
 
     def add_sampled(self, completion: Completion) -> None:
@@ -394,9 +397,9 @@ MAX_AUTO_PROCESSES = 4
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
-    """Return {CODE: hash and path of each module of the task's code}, for workers to compare.
+    """Return {CODE: hash and path of each module of the task's code}.
 
-    The result is empty if only the learner runs the code.
+    Workers compare these. The result is empty if only the learner runs the code.
     """
     if reward.where == "learner":
         return {}  # only the learner runs the code
@@ -410,7 +413,7 @@ def check_inherited_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check that a worker has the same task code as the learner, before it is imported.
+    """Check that a worker has the learner's task code, before it is imported.
 
     Raises:
         ConfigError: if the code is missing on this machine, or differs from the learner's.

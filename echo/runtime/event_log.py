@@ -103,7 +103,6 @@ class EventLog:
 
 
 def _fields(kind: str, what: Any) -> dict[str, Any]:
-    """Return the logged fields of an event, action or work."""
     if isinstance(what, Received | Send):
         name, fields = _message(what.frames)
         return {kind: name, "peer": what.peer} | fields
@@ -119,7 +118,10 @@ def _fields(kind: str, what: Any) -> dict[str, Any]:
 
 
 def _message(frames: Sequence[Frame]) -> tuple[str, dict[str, Any]]:
-    """Return a message's kind and its logged fields; of a malformed one, only its size."""
+    """Return a message's kind and its logged fields.
+
+    Of a malformed message only the size is logged.
+    """
     try:
         envelope = decode_envelope(frames)
         fields = msgspec.msgpack.decode(envelope.body, type=dict[str, Any])
@@ -144,7 +146,6 @@ def _foreign(value: Any) -> Any:
 
 
 def _brief(value: Any, depth: int = 0) -> Any:
-    """Return a plain value, shortened for the log."""
     match value:
         case None | bool() | int() | float():
             return value

@@ -60,7 +60,7 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
 
 
 def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
-    """Return the learner's signing key in a run directory; create the key if there is none.
+    """Return the learner's signing key in a run directory, created if missing.
 
     The key may be created before the run has an id, because the join string contains the key's
     fingerprint.
@@ -141,7 +141,9 @@ class Join:
 
 
 def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
-    """Return the learner's connection keys and the run's secret, created if the run is new.
+    """Return the learner's connection keys and the run's secret.
+
+    For a new run they are created.
 
     Raises:
         StorageError: if the files cannot be read or written.

@@ -92,7 +92,7 @@ LINGER_S = 2.0
 
 
 class Topics:
-    """Logs the first note on a topic at once, and the number of further notes once a minute."""
+    """Logs the first note on a topic, and counts further notes once a minute."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -100,7 +100,7 @@ class Topics:
         self._waiting: dict[str, tuple[Note, int]] = {}
 
     def log(self, note: Note, *, now: float) -> None:
-        """Log a note; if its topic was logged less than REPEAT_S ago, only count the note."""
+        """Log a note, or count it if its topic was logged less than REPEAT_S ago."""
         self.log_due(now=now)
         self._waiting.pop(note.ends, None)
         if note.topic in self._logged_at:
@@ -156,7 +156,7 @@ class BusyTime:
 
 
 class Node:
-    """The node of a process: runs a role with a transport, and with threads for model work."""
+    """Runs a role with a transport, and with threads for model work."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Node:
         """Finish the work that must not be lost; called after the first interrupt."""
 
     def release(self) -> None:
-        """Release the resources of this kind of node; called at its end, also after an error."""
+        """Release this kind of node's resources, at its end and after an error."""
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -334,12 +334,11 @@ class Node:
             self.on_guest(event.peer, event.user)
 
     def _refuse_public(self, event: Received) -> None:
-        """Drop an unencrypted message of a kind that must be encrypted."""
         text = "dropped an unencrypted message that is no chunk: its sender is no node of this run"
         self._topics.log(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
-        """Pass a message to the role; if this raises, drop the peer that sent the message."""
+        """Pass a message to the role; drop its sender if this raises."""
         try:
             return self._role.receive(peer, frames, now=self.now)
         except Exception as error:
@@ -403,7 +402,6 @@ class Node:
             self._role.dialled(action.address, action.purpose, peer)
 
     def _work(self, work: Work) -> None:
-        """Do work, such as decoding a block, in a thread, and report the result to the role."""
         self._weights_busy.begin(now=self.now)
         finished = self._weights_pool.run(work.run)
         finished.add_done_callback(functools.partial(self._on_finished, work))
@@ -519,7 +517,10 @@ class DialingNode(Node):
             self.version_store.close()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """End `run`; if an error is given, first send it to the learner in a Goodbye."""
+        """End `run`; if an error is given, first send it to the learner.
+
+        It is sent in a Goodbye.
+        """
         try:
             if error is not None and not self.has_ended:
                 self.report(Leaving(str(error), has_failed=True))
@@ -635,7 +636,7 @@ def node_name(role: str, given: str | None) -> str:
 
 
 def advertised(listen: str | None, advertise: str | None) -> str | None:
-    """Return the address at which other nodes can dial this node; None if there is none.
+    """Return the address at which other nodes can dial this node, or None.
 
     Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`.
     `listen` is the transport's address. Its server key is added to the result.
@@ -661,7 +662,10 @@ def node_settings(
     *,
     log: logging.Logger,
 ) -> NodeSettings:
-    """Return the settings of a relay's or worker's role; warn if others cannot dial the node."""
+    """Return the settings of a relay's or worker's role.
+
+    Warn if other nodes cannot dial this node.
+    """
     role = join.role
     advertise = advertised(listen, section.advertise)
     if listen is not None and advertise is None:

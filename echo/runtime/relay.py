@@ -20,7 +20,7 @@ from echo.wire.actions import Action, Note
 
 
 class RelayNode(DialingNode):
-    """The node of a relay: sets up its role, and logs the versions that it holds."""
+    """Runs a relay's role, and logs the versions that it holds."""
 
     def on_action(self, action: Action) -> None:
         match action:
@@ -34,7 +34,7 @@ class RelayNode(DialingNode):
                 raise LocalProtocolError(f"a relay cannot {type(action).__name__}")
 
     async def _set_up(self) -> None:
-        """Recover stored versions, then report Built: a relay has no task or engine to build."""
+        """Recover stored versions, and report Built: a relay builds nothing."""
         await self.recover()
         self.report(Built({}))
 

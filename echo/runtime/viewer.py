@@ -80,7 +80,10 @@ class ViewerLink:
 
     @property
     def failure(self) -> str:
-        """Why no address answers; "" if one answers or was not fully tried yet."""
+        """Why no address answers.
+
+        It is "" if an address answers or was not fully tried yet.
+        """
         if self.is_up or len(self._failures) < len(self._dialled):
             return ""
         if any(failed.is_refused for failed in self._failures.values()):
@@ -164,7 +167,6 @@ def send_command(target: Target, act: Act, subject: str = "", value: str = "") -
 async def _ask(
     target: Target, question: Message, answer: Callable[[Any, Sequence[Any]], Answer | None]
 ) -> Answer:
-    """Ask a learner one question; return the first message that `answer` accepts."""
     link = ViewerLink(target.accesses)
     was_up = False
     try:
@@ -237,7 +239,7 @@ async def _watch(target: Target, watcher: RunWatcher) -> None:
 
 
 class _Viewing:
-    """The state while a run is watched: when to request a status, and what to show."""
+    """What a viewer knows: when to request a status, and what to show."""
 
     def __init__(self, link: ViewerLink, watcher: RunWatcher) -> None:
         self._link, self._watcher = link, watcher
@@ -266,7 +268,6 @@ class _Viewing:
             self._waiting.reschedule(self._loop.time())
 
     async def turn(self) -> None:
-        """Wait for messages, at most until the next question is due; then ask and show."""
         link, now = self._link, self._loop.time()
         messages: list[tuple[Any, list[Any]]] = []
         with suppress(TimeoutError):

@@ -371,7 +371,10 @@ class Agents:
 
 
 def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
-    """Return the number of characters from the stop string to the end; 0 without a stop string."""
+    """Return how many characters the answer has from its stop string on.
+
+    The number is 0 without a stop string.
+    """
     if sampling.stop is None or completion.finish_reason != "stop":
         return 0
     if int(completion.token_ids[-1]) in sampling.stop_ids:

@@ -260,7 +260,7 @@ class Episodes:
 def group_of(
     lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome], *, max_tokens: int
 ) -> tuple[Group, int]:
-    """Make a group of a lease's finished episodes; return it with its number of chains.
+    """Make a group of a lease's finished episodes.
 
     Args:
         lease: the lease.
@@ -268,6 +268,9 @@ def group_of(
         outcomes: the results of all episodes.
         max_tokens: largest number of tokens in a rollout, summed over its chains, prompt
             included. Chains that exceed this number are left out, but one chain always stays.
+
+    Returns:
+        The group, and its number of chains.
 
     Raises:
         SessionError: if the first contexts of the episodes do not begin with the same token.

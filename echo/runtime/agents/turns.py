@@ -54,7 +54,7 @@ class Turn:
 
     @property
     def chain(self) -> list[Turn]:
-        """The calls that led to this call, oldest first, and this call as the last."""
+        """The calls that led to this call, oldest first, and this call."""
         turns, turn = [self], self.parent
         while turn is not None:
             turns.append(turn)
@@ -107,7 +107,10 @@ class TokenTree:
         return sum(end not in followed for end in ends)
 
     def rollout(self, num_prompt: int, *, reward: float, finish_reason: str) -> Rollout:
-        """Return the tree as a rollout; the first `num_prompt` tokens are the group's prompt."""
+        """Return the tree as a rollout.
+
+        Its first `num_prompt` tokens are the group's prompt.
+        """
         completions = [(each, number) for each, number in self._parts if each is not None]
         sampled = np.concatenate([each.policy_versions for each, _ in completions])
         # Masked tokens need a version too, not newer than that of any sampled token.
@@ -178,7 +181,6 @@ class TokenTree:
         return place, rest
 
     def _next(self, place: int, token: int) -> int | None:
-        """Return the place of `token` directly after `place`; None if it is not there."""
         after = place + 1
         is_inside = after < self.num_tokens and after > 0
         number = bisect_right(self._starts, after) - 1

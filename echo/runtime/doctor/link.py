@@ -81,7 +81,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The results of a trial of one address; a result that was not reached is None."""
+    """The results of a trial of one address; None for those not reached."""
 
     address: str
     node_id: str | None = None

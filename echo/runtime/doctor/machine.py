@@ -151,7 +151,7 @@ LEAST_DESCRIPTORS = 4096
 
 
 def check_descriptors(limit: int) -> Iterator[Finding]:
-    """Check the limit of open files, which was already raised as far as permitted."""
+    """Check the limit of open files, which is raised as far as permitted."""
     if limit >= LEAST_DESCRIPTORS:
         yield Finding("ok", "open files", f"{limit} are permitted")
         return
@@ -201,7 +201,10 @@ class _Timex(ctypes.Structure):
 
 
 def is_clock_synchronised() -> bool | None:
-    """Return whether the clock follows a time server; None if the kernel does not report it."""
+    """Return whether the clock follows a time server.
+
+    None if the kernel does not report it.
+    """
     state = _Timex()  # modes = 0: read only
     try:
         if ctypes.CDLL(None).adjtimex(ctypes.byref(state)) < 0:

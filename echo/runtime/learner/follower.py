@@ -107,7 +107,7 @@ class Reporter:
     def write_step(
         self, metrics: Mapping[str, float], staleness: Mapping[int, int], *, now: float
     ) -> Row:
-        """Make the row of metrics of the step that was just done, append it and return it.
+        """Make the row of metrics of the last step, append it and return it.
 
         Args:
             metrics: the trainer's metrics for the step.
@@ -140,7 +140,6 @@ class Reporter:
         return row
 
     def _task_code_metrics(self) -> dict[str, float]:
-        """Return the task code's counts since the last step, for example of failed rewards."""
         roster = self._role.roster
         totals = {
             **roster.take_counts_left(),

@@ -347,7 +347,10 @@ class LearnerNode(Node):
         self.perform(self.role.guest_connected(peer, user, now=self.now))
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of the role; store and record no group after the run's end."""
+        """Carry out an action of the role.
+
+        After the run's end, no group is stored or recorded.
+        """
         match action:
             case StoreGroup() if self._delivered.is_open:
                 self._delivered.accept(action)
@@ -372,7 +375,7 @@ class LearnerNode(Node):
     # --- the run ---------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Train until the last step; then save, announce the end to every node and stop."""
+        """Train until the last step, save, announce the end to every node and stop."""
         self.spawn(self._delivered.run(), name="store")
         self.spawn(self._commits.run(), name="records")
         if self._prompts is not None:
@@ -412,7 +415,6 @@ class LearnerNode(Node):
                 self.report(GrantsDue())
 
     async def _watch_costs(self) -> None:
-        """Until cancelled, meter costs and decide which workers are active."""
         costs, pool = self.costs, self.threads.pool("activation")
         has_published = self._versions.has_published
         while True:
@@ -522,7 +524,6 @@ class LearnerNode(Node):
         return None
 
     async def _find_failure(self) -> EchoError | None:
-        """Return the error that makes further batches impossible, or None."""
         if self.role.prompt_fault is not None:
             return self.role.prompt_fault
         newest = self._versions.newest
@@ -536,7 +537,6 @@ class LearnerNode(Node):
         return None
 
     def _evict(self) -> None:
-        """End buffered groups that are too old for the next step, and grant new ones."""
         if self._delivered.evict():
             # Grant others in their place now, without waiting for the next heartbeat.
             self.report(GrantsDue())
@@ -555,7 +555,6 @@ class LearnerNode(Node):
         self.report(GrantsDue())
 
     async def _publish(self) -> None:
-        """Publish the present weights; evaluate them if an evaluation is due."""
         self._is_put_off = False
         publication = await self._versions.publish()
         if self._evaluations is None or not self._evaluations.published(publication):
@@ -613,7 +612,7 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     async def _roll_back(self, error: EchoError) -> None:
-        """If `error` requires a rollback, end the node, and the run resumes from a checkpoint.
+        """End the node for a rollback if `error` requires one.
 
         Raises:
             RolledBackError: if the run is rolled back. The end is not announced to the other
@@ -631,7 +630,6 @@ class LearnerNode(Node):
         raise await self._disk_pool.run(self._rollback.apply, record)
 
     async def _give_up(self, failure: EchoError) -> None:
-        """Save for a later --resume, announce the end to every node, and stop with the failure."""
         await self._close_records()
         self._reporter.display(now=self.now)
         await self._shutdown.announce("the run cannot go on, see the learner's log")

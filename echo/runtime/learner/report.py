@@ -59,7 +59,7 @@ it is not here.
 
 
 class RunCurves:
-    """The run's curves of mean reward by step and of held-out score by evaluation.
+    """The curves of mean reward by step and held-out score by evaluation.
 
     The curves of a resumed run include the steps before the resume.
     """
@@ -242,7 +242,7 @@ class Progress:
         self._count_tokens(group)
 
     def unscored(self, group: Group) -> None:
-        """Count a delivered group that is not trained on because it has fewer than two rewards."""
+        """Count a group that is left out because it has fewer than two rewards."""
         stats = GroupStats(num_groups=1, num_unscored=1)
         self._reasons["no_opinion"] += 1
         self._zero_signal_reasons["no_opinion"] += 1
@@ -385,9 +385,9 @@ class Progress:
         return row
 
     def describe_zero_signal(self, step: int) -> str:
-        """Return a log line for a run that ends at `step` because nothing could be learned.
+        """Return a log line for a run that ends because nothing could be learned.
 
-        The line has the reason and a remedy.
+        The run ends at `step`. The line has the reason and a remedy.
         """
         what = (
             f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
@@ -396,7 +396,6 @@ class Progress:
         return f"{what}; {self._zero_signal_advice()}"
 
     def _zero_signal_advice(self) -> str:
-        """Return the remedy for the most frequent reason among the last groups."""
         [(reason, _)] = self._zero_signal_reasons.most_common(1)
         if reason in _ADVICE:
             return _ADVICE[reason]
@@ -449,7 +448,6 @@ class Progress:
         return self._waited_s / total_s if total_s else 0.0
 
     def _with_quality(self, view: NodeStatus) -> NodeStatus:
-        """Return a node's view with the mean mismatch and reward of its trained groups."""
         found = self.workers.of(view.node_id)
         mismatch_kl, reward = finite(found.get("mismatch_kl")), finite(found.get("reward"))
         return replace(view, mismatch_kl=mismatch_kl, reward=reward)
@@ -524,7 +522,6 @@ class Progress:
         )
 
     def _learner(self, role: Learner, *, price_per_h: float | None, now: float) -> NodeStatus:
-        """Return the status of the learner's own node."""
         broadcast, sent = role.broadcast, self._sent
         sent.append((now, broadcast.bytes_sent))
         while len(sent) > 2 and now - sent[0][0] > NODE_RATE_WINDOW_S:
@@ -574,7 +571,7 @@ class WorkerQuality:
     def trained(
         self, groups: Sequence[Group], by_group: Mapping[int, Mismatch], *, step: int
     ) -> list[Sampled]:
-        """Record the groups of a step; return a sample for each group that has a mismatch.
+        """Record the groups of a step; return a sample for each with a mismatch.
 
         A sample is a worker's id, mean staleness and mean mismatch KL.
 
@@ -597,7 +594,7 @@ class WorkerQuality:
         return samples
 
     def of(self, worker_id: str) -> dict[str, float]:
-        """Return name -> statistic of a worker; empty before one of its groups was trained on."""
+        """Return name -> statistic of a worker; empty without a trained group."""
         made = self._made.get(worker_id)
         if not made:
             return {}
@@ -620,7 +617,6 @@ class WorkerQuality:
 
 
 def _mean_staleness(group: Group, *, step: int) -> float:
-    """Return a group's mean staleness in steps, over its trained tokens; 0 if it has none."""
     steps = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask, 1] for rollout in group.rollouts]
     )
@@ -671,7 +667,10 @@ class LinkTraffic:
         self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
 
     def row(self, members: Iterable[Member]) -> dict[str, Mapping[str, float]]:
-        """Return the bytes since the last call, and the measured bytes/s, by "PARENT > NODE"."""
+        """Return the bytes since the last call and the rates, by "PARENT > NODE".
+
+        The rates are measured, in bytes per second.
+        """
         received, goodput = {}, {}
         for member in members:
             total, parent = member.stats.bytes_received, member.stats.parent

@@ -60,7 +60,10 @@ class SampleLog:
         return NEW_CHAIN.join(self._decode(ids[piece.start : piece.end]) for piece in tree.pieces)
 
     def write(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Write samples of a step to the log and the follower, at most the configured number."""
+        """Write samples of a step to the log and the follower.
+
+        There are at most as many as configured.
+        """
         samples = samples[: self._number]
         for sample in samples:
             self._log.info(

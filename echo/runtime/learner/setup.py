@@ -255,7 +255,6 @@ def load_prompts(
 
 
 def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
-    """Warn about stop tokens, unused template arguments, and a template's use of time."""
     for line in tokenization.describe_stops(text.tokenizer, model_dir):
         _log.warning("%s", line)
     if unused := text.unused_arguments():
@@ -297,7 +296,7 @@ def build_trainer(
     budget: Budget | None = None,
     prompt_tokens: int = 0,
 ) -> AnyTrainer:
-    """Build the trainer, of all weights or of an adapter, in the state of the starting point.
+    """Build the trainer in the state of the starting point.
 
     Args:
         config: the run's configuration.
@@ -332,7 +331,7 @@ def build_trainer(
 
 
 def follow_leader(config: Config, rank_group: RankGroup, log: logging.Logger) -> None:
-    """Run a learner's process that is not the first, until the first process ends the run.
+    """Run a learner's process other than the first, until the first ends the run.
 
     Raises:
         RankError: if this process fails, or loses its connection to the others.
@@ -436,7 +435,6 @@ def _advantage_settings(config: Config) -> AdvantageSettings:
 
 
 def _compute(config: Config) -> Compute:
-    """Return the device, data type and attention kernel of the learner's models."""
     return learner_compute(
         config.learner,
         config.model,
@@ -447,9 +445,10 @@ def _compute(config: Config) -> Compute:
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
-    """Raise an error on all ranks if a rank's settings differ from the first rank's.
+    """Raise an error on all ranks if a rank's settings differ.
 
-    Ranks with different settings would make different steps.
+    They are compared with the first rank's. Ranks with different settings would make different
+    steps.
 
     Raises:
         ConfigError: if settings differ; the message names the rank and the keys.
@@ -547,7 +546,10 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
-    """Return the source of a run's initial weights; it has no tensors for a new adapter."""
+    """Return the source of a run's initial weights.
+
+    It has no tensors for a new adapter.
+    """
     given = config.learner.init_from
     adapter = initial_adapter(config.lora, given)
     return ModelSource(
@@ -580,10 +582,10 @@ def build_loss(config: Config) -> Loss:
 
 
 def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
-    """Return the source of the reference policy's weights; None if the loss has no KL to it.
+    """Return the source of the reference policy's weights, or None.
 
-    The default is the run's initial weights, also after a resume. `reference.name` names another
-    model.
+    It is None if the loss has no KL to a reference. The default is the run's initial weights, also
+    after a resume. `reference.name` names another model.
     """
     section = config.reference
     if not section.kl_coef:
@@ -702,7 +704,6 @@ class RunParts:
         return trainer
 
     def _attribution(self, trainer: AnyTrainer) -> Attribution | None:
-        """Return the attribution of the trainer's and sampler's mismatch, or None if it is off."""
         config = self.config
         if not config.metrics.attribution_steps:
             return None
@@ -717,7 +718,6 @@ class RunParts:
         )
 
     def _publisher(self, trainer: AnyTrainer, attribution: Attribution | None) -> Publisher:
-        """Return the publisher of a trainer's weights; each rank writes its part of an image."""
         images: Images
         if isinstance(trainer, LeadTrainer):
             images = trainer.images
@@ -780,7 +780,6 @@ class RunParts:
     def _role(
         self, start: StartingPoint, buffer: StalenessBuffer, prompts: PromptsAhead, now: float
     ) -> Learner:
-        """Return the learner's role, with the leases and the step of the starting point."""
         config, data, network = self.config, self.data, self.config.network
         leases, tree = LeaseBook(timeout_s=network.lease_timeout_s), max_tree_tokens(config)
         start.enter_leases(leases, now=now)

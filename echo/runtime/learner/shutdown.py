@@ -66,7 +66,6 @@ class RunShutdown:
         await self._wait_for({"worker", "relay"})
 
     async def _wait_for(self, roles: Set[str]) -> None:
-        """Wait until all nodes of these roles have left, or have had `return_s` to come back."""
         return_s, nodes = self.return_s, self._role.roster.nodes
 
         def is_over() -> bool:

@@ -175,7 +175,9 @@ class WorkerParts:
         return digest
 
     def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec], is_loaded: bool) -> None:
-        """Turn an image in memory, and the engine's weights, into the next version in place.
+        """Turn an image in memory and the engine's weights into the next version.
+
+        Both are changed in place.
 
         Args:
             work: the patch (the changed words and their places), and the image to change.
@@ -206,7 +208,9 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append the hash of an installed version to a file, to compare it with the published hash.
+    """Append an installed version's hash to a file.
+
+    It can be compared with the published hash.
 
     Raises:
         OSError: if the file cannot be written.
@@ -332,7 +336,7 @@ class WorkerNode(DialingNode):
     # --- actions ---------------------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of a worker; a slow action runs in a task of its own."""
+        """Carry out an action of a worker; a slow one runs as a task."""
         match action:
             case OfferEpisodes():
                 assert self._agents is not None  # the role offers episodes only to agents
@@ -462,7 +466,6 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _play(self, call: EngineCall) -> None:
-        """Play a call's groups of episodes, which take several turns; report the results."""
         parts = self.parts
         assert parts.runner is not None
         runner, leases = parts.runner, [group.lease for group in call.groups]
@@ -589,7 +592,6 @@ class WorkerNode(DialingNode):
             self._record(result.version, result.image_hash.hex())
 
     def _record(self, version: PolicyVersion, image_hash: str) -> None:
-        """Record the hash of an installed version; a disk error only causes a warning."""
         path = self.parts.installed_path
         try:
             record_installed(path, version, image_hash)
@@ -643,7 +645,6 @@ async def serve_agents(agents: Agents, *, log: logging.Logger) -> None:
 
 
 def _request(name: str, group: PartialGroup, index: int) -> Request:
-    """Return the request that continues a rollout from where it stopped."""
     return Request(
         request_id=name,
         prompt_ids=np.array(group.lease.prompt_ids, dtype=np.int32),

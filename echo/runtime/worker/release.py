@@ -26,7 +26,7 @@ fit.
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
-    """Return how long a worker stays on standby, and without the learner, before it leaves.
+    """Return how long a worker stays on standby and without the learner.
 
     A worker waits at least `dead_after_s` for a silent learner. It waits at most `reconnect_for_s`,
     because after that the worker would end with an error and keep the machine.
@@ -67,7 +67,9 @@ class RentedMachine:
 async def release(
     command: str, *, reason: str, log: logging.Logger, timeout_s: float = RELEASE_TIMEOUT_S
 ) -> bool:
-    """Run a shell command with a time limit, log its output, and return whether it succeeded.
+    """Run a shell command with a time limit; return whether it succeeded.
+
+    Its output is logged.
 
     Args:
         command: shell command; reads the reason in ECHO_RELEASE_REASON.

@@ -67,7 +67,9 @@ class WorkerTask:
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return a worker's task: the host that runs its code, its number of turns, its hashes.
+    """Return a worker's task: its host, its number of turns, its hashes.
+
+    The host runs the task's code.
 
     Raises:
         ConfigError: if the task cannot be loaded.
@@ -247,7 +249,7 @@ def own_model(config: Config) -> Path | None:
 
 
 def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
-    """Return the shape and the base model of a worker's adapter; None if LoRA is off.
+    """Return the shape and the base model of a worker's adapter, or None.
 
     Raises:
         ConfigError: if no base model with the learner's hash is found on this machine.
@@ -280,7 +282,7 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
 
 
 def longest_prompt(engine: Engine, most: int, max_completion_tokens: int) -> int:
-    """Return the largest length of a prompt, up to `most`, at which a rollout fits into memory."""
+    """Return the longest prompt, up to `most`, with which a rollout fits into memory."""
 
     def is_too_long(num_tokens: int) -> bool:
         try:
@@ -379,11 +381,11 @@ def engine_dtype(config: Config) -> str:
 
 
 def check_own_model(config: Config, model_dir: Path) -> None:
-    """Check that a worker can use its own copy of the model, without reading the weights.
+    """Check that a worker can use its own copy of the model.
 
-    This reads the copy's config.json, its tokenizer and the headers of its weight files. It also
-    imports the model's code. A directory without weight files is valid, because the learner sends
-    the weights.
+    This reads the copy's config.json, its tokenizer and the headers of its weight files, but not
+    the weights. It also imports the model's code. A directory without weight files is valid,
+    because the learner sends the weights.
 
     Raises:
         EchoError: if the worker cannot use the copy. Without this check, the same error would be

@@ -51,9 +51,10 @@ class FailedSteps:
         self._num_in_a_row = 0
 
     async def end_faulty(self, groups: list[Group], error: StepError) -> None:
-        """End the groups that made a step fail; return the batch's other groups to the buffer.
+        """End the groups that made a step fail.
 
-        If no group fails alone, all groups of the batch are ended.
+        The batch's other groups return to the buffer. If no group fails alone, all groups of the
+        batch are ended.
 
         Raises:
             StepError: if MAX_FAILED_STEPS steps in a row failed, because then the groups are

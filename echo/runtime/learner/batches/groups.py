@@ -94,7 +94,7 @@ class DeliveredGroups:
     # --- a delivered group -----------------------------------------------------------------------
 
     def accept(self, action: StoreGroup) -> None:
-        """Write or end a delivered group, after scoring it if its worker did not."""
+        """Write or end a delivered group; score it first if its worker did not."""
         if self._rewards is None:
             self._store(action)
         else:
@@ -119,7 +119,7 @@ class DeliveredGroups:
         self._store(StoreGroup(group, *encode_group(group)))
 
     def _store(self, action: StoreGroup) -> None:
-        """Write a group if the trainer can learn from it; otherwise end it with the reason."""
+        """Write a group, or end it if the trainer can learn nothing from it."""
         if not self.is_open:
             return
         group = scored_part(action.group)
@@ -165,7 +165,10 @@ class DeliveredGroups:
         self._wake()
 
     async def close(self) -> None:
-        """Accept no more groups; return when all written groups are on disk and in the buffer."""
+        """Accept no more groups; return when all written groups are in the buffer.
+
+        Then they are also on the disk.
+        """
         self.is_open = False
         self._store_wanted.set()
         await self._has_stored_all.wait()
@@ -183,7 +186,7 @@ class DeliveredGroups:
             self._count_failed(record.reason, cause)
 
     def evict(self) -> bool:
-        """End buffered groups that are too old for the next step; return whether there were any."""
+        """End buffered groups that are too old; return whether there were any."""
         step, num_before = self._role.step, self._buffer.num_too_old_tokens
         evicted = self._buffer.evict(step=step)
         num_too_old = self._buffer.num_too_old_tokens - num_before

@@ -85,11 +85,11 @@ class PromptSource:
         hides_answers: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
-        """Use the task's examples, each once per epoch, in a new order in each epoch.
+        """Use the task's examples, each once per epoch.
 
-        `seed`, the run's seed, determines the orders and the seeds of the leases. With
-        `hides_answers` a lease contains the prompt's token ids, but neither the example's text nor
-        its answer. The task may take `timeout_s` seconds for one example.
+        Each epoch has a new order. `seed`, the run's seed, determines the orders and the seeds of
+        the leases. With `hides_answers` a lease contains the prompt's token ids, but neither the
+        example's text nor its answer. The task may take `timeout_s` seconds for one example.
         """
         self._task = task
         self._text = text
@@ -268,7 +268,6 @@ class PromptSource:
 
     @functools.cached_property
     def _template_bytes(self) -> int:
-        """Bytes that the chat template adds to a prompt, such as a system message."""
         if self._text.tokenizer.chat_template is None:
             return 0
         try:
@@ -296,7 +295,6 @@ class PromptSource:
         return example
 
     def _count(self, split: str) -> int | None:
-        """Return the number of examples in a split; None if the split has no end."""
         where = f"{type(self._task).__name__}.num_examples(split={split!r})"
         with _naming(where):
             number = self._task.num_examples(split=split)
@@ -419,7 +417,10 @@ class PromptsAhead:
         return made.example
 
     async def make(self, pool: Pool) -> bool:
-        """Wait for the next prompt to make, and make it; return whether the role waited for it."""
+        """Make the next prompt; return whether the role waited for it.
+
+        If enough prompts are made, wait first.
+        """
         while not self._wanted and self._next >= self._end:
             self._has_work.clear()
             await self._has_work.wait()
@@ -443,7 +444,10 @@ _ORIGIN = "prompts.json"
 
 
 def prompt_time(run_dir: Path) -> datetime.datetime:
-    """Return the time that chat templates read: the start of the run, or now if it is new."""
+    """Return the time that chat templates read: when the run began.
+
+    For a new run it is the present time.
+    """
     noted = _read_origin(run_dir).get("began_at")
     return datetime.datetime.fromisoformat(noted) if noted else datetime.datetime.now().astimezone()
 
@@ -456,7 +460,7 @@ def note_origin(
     code: str,
     log: logging.Logger,
 ) -> None:
-    """Write the origin of a run's prompts and rewards to a file, and log what has changed.
+    """Write the origin of a run's prompts and rewards, and log what has changed.
 
     Args:
         run_dir: directory of the run, which gets the file.

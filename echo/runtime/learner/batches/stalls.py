@@ -114,7 +114,7 @@ class Stalls:
     # --- observing -------------------------------------------------------------------------------
 
     def turn(self, activity: str, now: float) -> None:
-        """Note that the learner begins `activity`; "" means that it begins to wait for groups."""
+        """Note that the learner begins `activity`; "" means a wait for groups."""
         self._count(now)
         if not self._activity:
             self._waited_s += now - self._waits_from
@@ -124,7 +124,7 @@ class Stalls:
         self._look(now)
 
     def check(self, now: float) -> None:
-        """Observe the fleet if it is time to; explain the present wait if it is long."""
+        """Observe the fleet when it is time to, and explain a long wait."""
         if now < self._looked_at + max(LOOK_S, LOOK_S_PER_NODE * len(self._fleet.nodes)):
             return
         self._count(now)
@@ -150,7 +150,6 @@ class Stalls:
             self.check(asyncio.get_running_loop().time())
 
     def _count(self, now: float) -> None:
-        """Add the time since the last call to the learner's activity and the fleet's states."""
         seconds, self._at = now - self._at, now
         activity = self._activity or ("paused" if self._role.is_paused else "")
         self._activities[activity] += seconds
@@ -200,7 +199,7 @@ class Stalls:
         return f"{missing}; {self.current.remedy}; {nodes}"
 
     def stepped(self, now: float) -> Fields:
-        """Explain the step that was just made; return the fields for its row of metrics."""
+        """Explain the step that was just made; return fields for its row of metrics."""
         self._count(now)
         self._num_steps += 1
         tally, activities = self._tally, self._activities
@@ -226,7 +225,7 @@ class Stalls:
         return row
 
     def _explain_steps(self, tally: Tally, *, is_long: bool) -> str:
-        """Explain the last step if its wait was long, otherwise the last NUM_STEPS steps.
+        """Explain the last step if its wait was long, or else the last NUM_STEPS steps.
 
         Set `current`. Return the explanation as text, "" if nothing stalls.
         """

@@ -73,7 +73,7 @@ class BatchWait:
         return asyncio.get_running_loop().time() >= self.check_at
 
     def check(self, *, now: float) -> WaitReason:
-        """Return the reason why no worker can get a group, "" if one can.
+        """Return why no worker can get a group, or "".
 
         Raises:
             TransportError: if there has been no worker for longer than the limit.

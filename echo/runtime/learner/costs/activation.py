@@ -222,7 +222,6 @@ class Activation:
         )
 
     def _is_untried(self, member: Member) -> bool:
-        """Return whether a worker has no measured rate and is active for less than `dwell_s`."""
         state = self.measured.workers[member.node_id]
         return state.throughput.tokens_per_s is None and state.active_s < self.dwell_s
 

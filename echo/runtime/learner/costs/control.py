@@ -115,9 +115,10 @@ class CostControl:
         return self.activation.measure(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
-        """Update the costs if METER_S has passed; return a question if one is due, otherwise None.
+        """Update the costs if METER_S has passed; return a question if one is due.
 
-        The question is which workers shall be active. It must be answered in a thread.
+        The question is which workers shall be active. It must be answered in a thread. Without a
+        question the result is None.
         """
         if now < self._metered_at + METER_S:
             return None
@@ -129,9 +130,9 @@ class CostControl:
         return self.activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
-        """Record the answer to a question of `review`; return the actions that carry it out.
+        """Record the answer to a question; return the actions that carry it out.
 
-        There are no actions if the run has ended.
+        The question is from `review`. There are no actions if the run has ended.
         """
         if self.activation is None or self._role.shutdown.reason is not None:
             return []
@@ -222,7 +223,7 @@ class CostControl:
         return metrics
 
     def view(self) -> CostStatus | None:
-        """Return the costs for the live view; None if nothing has a price or was spent."""
+        """Return the costs for the live view; None without prices and costs."""
         meter, roster = self._meter, self._role.roster
         if not meter.has_prices:
             return None

@@ -166,7 +166,7 @@ class Measurements:
         )
 
     def _uplink(self, role: Learner) -> float | None:
-        """Return the rate of the learner's uplink, bytes per second; None if it is not known.
+        """Return the rate of the learner's uplink in bytes per second, or None.
 
         The result is the highest of the rates measured by installations and by the broadcast. If
         the broadcast has measured no rate, the configured rate takes its place. The broadcast's

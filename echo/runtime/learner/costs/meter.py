@@ -116,7 +116,10 @@ class CostMeter:
         self._drop_gone(roster, now)
 
     def take_by_node(self) -> dict[str, float]:
-        """Return node -> $ for its machine and traffic since the last call, without free nodes."""
+        """Return node -> $ for machine and traffic since the last call.
+
+        Nodes without costs are left out.
+        """
         costs, self._by_node = self._by_node, defaultdict(float)
         return {node: cost for node, cost in costs.items() if cost}
 
@@ -157,7 +160,7 @@ class CostMeter:
 
 
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return the $ that a run cost before it is resumed, from the records of its ledger.
+    """Return the $ that a run cost before it is resumed, from its ledger.
 
     Machines were still billed while the learner was away, but it is not known for how long. So at
     most LOST_COUNTS_FOR_S of that time counts. `now` is Unix time, seconds.

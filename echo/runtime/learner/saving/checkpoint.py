@@ -101,10 +101,13 @@ class Checkpoints:
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Write a checkpoint, and delete old ones; return the oldest step of the last `keep_last`.
+        """Write a checkpoint, and delete old ones.
 
         `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next one
         is due an interval later.
+
+        Returns:
+            The oldest step of the last `keep_last` checkpoints.
 
         Raises:
             StorageError: if the checkpoint could not be written; older checkpoints are untouched.
@@ -161,7 +164,7 @@ class Checkpoints:
         return best == step
 
     def _mark_best(self) -> int | None:
-        """Compare the newly scored checkpoints with the best one, and record a better one.
+        """Record the best of the newly scored checkpoints if it beats the old best.
 
         Return the better checkpoint's step; None if the best checkpoint stays the same.
         """
@@ -184,7 +187,7 @@ class Checkpoints:
         return best
 
     def _delete_others(self, step: int) -> int:
-        """Delete all checkpoints but the last ones, the best, and those awaiting a score.
+        """Delete all checkpoints but the last, the best, and those awaiting a score.
 
         Return the oldest step of the last `keep_last` checkpoints. Checkpoints after `step` belong
         to an abandoned history, so they do not count.
@@ -371,7 +374,6 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def _seal(directory: Path, info: CheckpointInfo) -> None:
-    """Write a checkpoint's metadata and hashes, and sync all its files to the disk."""
     (directory / INFO_FILE).write_text(json.dumps(asdict(info)), encoding="utf-8")
     sums = "".join(f"{hash_file(directory / name)}  {name}\n" for name in _files(directory))
     (directory / SUMS_FILE).write_text(sums, encoding="utf-8")
@@ -380,7 +382,6 @@ def _seal(directory: Path, info: CheckpointInfo) -> None:
 
 
 def _files(directory: Path) -> list[str]:
-    """Return the relative paths of a checkpoint's files; adapters may have folders."""
     return sorted(
         path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
     )

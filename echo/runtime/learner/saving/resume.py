@@ -219,7 +219,7 @@ class SavedRun:
 
 
 def finished_step(run_dir: Path) -> int | None:
-    """Return the last step of the run in `run_dir`; None if the run is not finished.
+    """Return the last step of a finished run; None if it is not finished.
 
     A run also counts as unfinished in two cases: if the user has made `latest` name an earlier
     checkpoint, or has deleted the directory `final` with the exported weights.
@@ -244,7 +244,7 @@ _uplinks_decoder = msgspec.json.Decoder(dict[NodeId, Rate])
 
 
 def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Logger) -> None:
-    """Write node id -> bytes per second to a file; if that fails, log a warning.
+    """Write node id -> bytes per second to a file; log a warning if that fails.
 
     Without the file a resumed run measures the rates again.
     """

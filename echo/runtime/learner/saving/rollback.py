@@ -18,7 +18,7 @@ from echo.train.step import StepError
 
 
 class Rollback:
-    """Finds the checkpoint to which a run rolls back, and prepares the run's files for a resume."""
+    """Finds the checkpoint for a rollback, and prepares the files for a resume."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Rollback:
         return isinstance(error, StepError) and error.reason == "nonfinite_gradient"
 
     def find(self, error: EchoError, *, step: int) -> RolledBack | None:
-        """Return the record of a rollback at `step`, or None if `error` requires no rollback.
+        """Return the record of a rollback at `step`, if `error` requires one.
 
-        If the run has diverged but cannot be rolled back, the reason is logged. This reads the
-        disk, so it must be called in a thread.
+        Otherwise return None. If the run has diverged but cannot be rolled back, the reason is
+        logged. This reads the disk, so it must be called in a thread.
         """
         if self._section.on_divergence != "rollback" or not self.is_divergence(error):
             return None

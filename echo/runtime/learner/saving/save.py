@@ -59,7 +59,7 @@ class StateSaver:
 
     @property
     def has_to_save(self) -> bool:
-        """Whether the present weights are not saved yet and are not known to hold NaN."""
+        """Whether the present weights are unsaved and not known to hold NaN."""
         return self._checkpoints.saved_step != self._role.step and not self._check.has_failed
 
     def is_due(self, *, now: float) -> bool:
@@ -84,9 +84,12 @@ class StateSaver:
             self._log.info("the checkpoint of step %d is the best so far: %.3f", step, score)
 
     async def save(self, *, now: float) -> EngineError | None:
-        """Write a checkpoint; return the error that ends the run if weights hold NaN, else None.
+        """Write a checkpoint.
 
         If the checkpoint cannot be written, this is logged, and the previous one stays the newest.
+
+        Returns:
+            The error that ends the run, if weights hold NaN; otherwise None.
         """
         role, checkpoints, ledger = self._role, self._checkpoints, self._ledger
         lineage, step = role.lineages[-1].lineage, role.step

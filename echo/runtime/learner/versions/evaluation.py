@@ -202,7 +202,10 @@ class Evaluator:
         tensors: Weights,
         watcher: Watcher = UNWATCHED,
     ) -> EvalResult | None:
-        """Return the mean rewards of a version, or None if the watcher stopped the call; blocks."""
+        """Return the mean rewards of a version; blocks.
+
+        None if the watcher stopped the call.
+        """
         try:
             return self._evaluate(version, tensors, watcher)
         finally:
@@ -334,8 +337,6 @@ class EvaluationSchedule:
 
 
 class _StopWhen(Watcher):
-    """Stops an evaluation when a function returns true."""
-
     def __init__(self, should_stop: Callable[[], bool]) -> None:
         self._should_stop = should_stop
 

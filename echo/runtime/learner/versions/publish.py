@@ -316,7 +316,7 @@ class Coder:
         return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Yield the coded segments of a version: a delta, or a keyframe if `base` is None.
+        """Yield the coded segments of a delta, or of a keyframe if `base` is None.
 
         While the caller handles a segment, the next segment is coded. A segment of a sealed version
         has the hashes of the resulting image chunks. Otherwise it has the hashes of the base's
@@ -483,7 +483,7 @@ class VersionEncoder:
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
-        """Return the version for a delta: the newest complete one; None if no delta is possible."""
+        """Return the version that a delta can be coded against, or None."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return None
@@ -492,7 +492,7 @@ class VersionEncoder:
         return held if is_alike and held.manifest.num_bytes == manifest.num_bytes else None
 
     async def _seal(self, publication: Publication) -> Publication:
-        """Seal a version, record the seal in the ledger, and offer the whole image to nodes.
+        """Seal a version, record the seal, and offer the whole image to nodes.
 
         To seal is to hash the image and to sign the hashes. Returns the sealed publication.
         """
@@ -538,10 +538,10 @@ class VersionEncoder:
         return offers | {item_id: item.num_bytes for item_id, item in encoded}
 
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
-        """Code one form and publish its segments; return the form's bytes, 0 if it was abandoned.
+        """Code one form and publish its segments; return its bytes.
 
         The form is a delta against `base`, or a keyframe if `base` is None. It is abandoned if its
-        first segment shows that it would save nothing.
+        first segment shows that it would save nothing. Then the result is 0.
         """
         manifest = publication.manifest
         item = (manifest.version, form_of(None if base is None else base.manifest.version))
@@ -619,7 +619,10 @@ class PublishedVersions:
         self._wake = wake
 
     def prepare(self) -> bool:
-        """Return whether `publish` would begin at once: no other version is being coded or read."""
+        """Return whether `publish` would begin at once.
+
+        No other version may be being coded or read.
+        """
         return self._encoder.is_idle and self._publisher.prepare()
 
     @property

@@ -23,7 +23,7 @@ from echo.wire.messages import BAD_LOGPROBS
 
 
 class WeightsCheck:
-    """Looks for NaN in versions of the weights, and describes the NaN that it has found."""
+    """Looks for NaN in versions of the weights, and describes what it found."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WeightsCheck:
         return is_suspect
 
     async def examine(self, published: Publication) -> str:
-        """Look for NaN in the published version; return the error text, "" if there is no NaN.
+        """Look for NaN in the published version; return the error text or "".
 
         A version is examined only once. After that the result is "".
         """
@@ -73,7 +73,7 @@ class WeightsCheck:
         return found
 
     async def find(self, publication: Publication) -> str:
-        """Look for NaN or infinity in a version; return the error text, "" if there is none."""
+        """Look for NaN or infinity in a version; return the error text or ""."""
         # Only here: a simulated learner has no torch.
         from echo.engine.weights import find_nonfinite
 
