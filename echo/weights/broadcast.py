@@ -215,7 +215,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """The mode that decides when a delta is written over the image of its base."""
+        """The mode that decides when a delta is written over its base."""
         return self._store.in_place.mode
 
     @patch_mode.setter
@@ -279,7 +279,7 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Add and announce a complete version; this node is the learner that made it."""
+        """Add and announce a complete version that this learner has made."""
         if len(image) != manifest.num_bytes:
             raise LocalProtocolError(
                 f"{manifest.version}: image of {len(image)} bytes, unlike its manifest"
@@ -328,7 +328,7 @@ class Broadcast:
         return self.evict(now=now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
-        """Ask the parent for the learner's newest version, unless this node knows it already.
+        """Ask the parent for the learner's newest version, unless this node knows it.
 
         The Announce of this version may be under way, or may have been lost. The node waits
         GIVE_UP_STALLS * stall_s for the Announce of a newer version. If none arrives, the parent
@@ -392,7 +392,7 @@ class Broadcast:
         return self._pass_on(found, now)
 
     def tend(self, *, now: float) -> list[Action]:
-        """Serve the children: the part of `expire` that a node without a parent needs."""
+        """Serve the children; all that a node without a parent needs of `expire`."""
         return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:

@@ -57,7 +57,7 @@ _FIRST_COUNTER = 2
 
 
 def hash_key(key: bytes) -> bytes:
-    """Return the hash of a key, which the learner signs in the key's place; b"" without a key."""
+    """Return the hash of a key, which the learner signs; b"" without a key."""
     return blake3(key, derive_key_context=_COMMITMENT).digest() if key else b""
 
 
@@ -90,7 +90,7 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """The place of a run of encrypted bytes among a form's chunks, and their key."""
+    """Where a run of encrypted bytes lies among a form's chunks, and their key."""
 
     key: bytes
     chunk: int

@@ -76,7 +76,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
-    """Return each contiguous array as two parts: the length of its stream, then the stream.
+    """Return each contiguous array as two parts: its stream's length, then its stream.
 
     The stream is the packed bytes of the array, or the plain bytes if packing saves nothing.
     """
@@ -208,8 +208,8 @@ _ESCAPE = 15
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
     """Return whether more than `limit` words differ; False may be an estimate.
 
-    The function returns False without a count if samples suggest that at most half of `limit` words
-    differ. A count would take a pass over both blocks. The caller then searches for the changes in
+    If samples suggest that at most half of `limit` words differ, the result is False without a
+    count. A count would take a pass over both blocks, and the caller searches for the changes in
     any case.
     """
     every = _SAMPLE_STRIDE
@@ -439,7 +439,7 @@ def code_block(
 
 
 def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) -> CodedBlock:
-    """Return a block coded as a delta, with the hash that the receiver's base must have.
+    """Return a block coded as a delta, with the hash of the replaced bytes.
 
     The arguments are those of `encode_block`.
     """
@@ -468,7 +468,7 @@ def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, ne
 
 
 def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the hash of the replaced words, in order, and of the tail after them."""
+    """Return the hash of the replaced words, in order, and of the tail."""
     return blake3(words.view(np.uint8).data).update(tail).digest()
 
 
@@ -511,7 +511,7 @@ class BlockPatch:
         _write(block, self.where, self.new, self.new_tail)
 
     def take_back(self, block: memoryview) -> None:
-        """Write the old words into the block, whether or not the new words were written."""
+        """Write the old words into the block, even if it has them already."""
         _write(block, self.where, self.old, self.old_tail)
 
 
@@ -528,7 +528,7 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
-    """Return the changes that a coded block makes to its base, without writing the base.
+    """Return a coded block's changes to its base, without writing the base.
 
     Args:
         coded: the coded block, as `encode_delta` makes it; it may be any bytes from the network.
@@ -620,13 +620,11 @@ CODERS: dict[int, _Coder] = {
 
 
 def _shortest(old: Words, new: Words) -> int:
-    """Return the codec that codes samples of the block in the fewest bytes."""
     old, new = _samples(old), _samples(new)
     return min(CODERS, key=lambda codec: sum(map(len, CODERS[codec](old, new))))
 
 
 def _samples(words: Words) -> Words:
-    """Return sample words from the whole block; all words of a small block."""
     if words.size <= NUM_SAMPLES * SAMPLE_WORDS:
         return words
     starts = np.linspace(0, words.size - SAMPLE_WORDS, NUM_SAMPLES, dtype=np.int64)
@@ -662,7 +660,7 @@ _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def word_bytes_of(tensors: Sequence[TensorSpec], start: int, stop: int) -> WordBytes:
-    """Return the size of word with which to code the bytes in [start, stop) of an image.
+    """Return the size of word that codes the bytes in [start, stop) of an image.
 
     A block may span tensors of several dtypes, but is coded with one size of word. This is the size
     of the floats that take the largest share of the bytes. If two sizes have equal shares, it is

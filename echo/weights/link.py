@@ -222,7 +222,7 @@ class ParentFailed:
 
 @dataclass(slots=True, eq=False)
 class ParentLink:
-    """The child's end of the link to its parent: the state, the credit and the patience."""
+    """The child's end of the link to its parent, with state, credit and patience."""
 
     first_window_bytes: int
     stall_s: float
@@ -285,7 +285,7 @@ class ParentLink:
         self._move(LinkEvent.MESSAGE)
 
     def fetch(self, *, now: float) -> int:
-        """Note that this node sends Fetch, and return the credit that the Fetch gives.
+        """Note that this node sends Fetch; return the credit that it gives.
 
         The credit is the window minus the bytes of any item that are still being written.
         """
@@ -369,7 +369,7 @@ class ParentLink:
         return is_left
 
     def patience_s(self, chunk_bytes: int) -> float:
-        """Return for how many seconds the parent may be silent before the node reacts."""
+        """Return how many seconds the parent may be silent before the node reacts."""
         usual = self._usual_patience_s(chunk_bytes)
         promised = self.promised_s + PROMISE_GRACE_S if self.promised_s else 0.0
         return usual if usual > promised else promised

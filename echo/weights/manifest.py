@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks whose hashes the manifest has; 0 in a manifest without hashes."""
+        """Number of chunk hashes in the manifest."""
         return len(self.chunk_hashes) // HASH_BYTES
 
     @property
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> range:
-        """The indices of all chunks of the image, also in a manifest without hashes."""
+        """The indices of all chunks of the image, also without hashes."""
         return range(-(-self.num_bytes // self.chunk_bytes))
 
     def chunk_range(self, index: int) -> tuple[int, int]:
@@ -166,7 +166,7 @@ def hash_chunks(
 
 
 def hash_image(image: bytes | bytearray | memoryview, chunk_bytes: int) -> bytes:
-    """Return the hash of an image: the hash over the hashes of its plain chunks."""
+    """Return the hash of the hashes of an image's plain chunks."""
     chunks = range(-(-len(image) // chunk_bytes))
     return blake3(hash_chunks(image, chunk_bytes, chunks).plain).digest()
 
@@ -390,7 +390,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def check(self, where: str, *, first_block: int, max_bytes: int) -> None:
-        """Check that the numbers in a table fit each other, and that this node accepts them.
+        """Check that the numbers in a table fit each other and this node's limits.
 
         Args:
             where: the name of the segment in error messages.

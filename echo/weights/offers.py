@@ -57,7 +57,7 @@ class Offers:
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
-        """Return whether this node has refused an item, so that it is never fetched again."""
+        """Return whether this node has refused an item, and never fetches it again."""
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:
@@ -100,7 +100,7 @@ class Offers:
         return step
 
     def _useful(self) -> dict[ItemId, int]:
-        """Return the number of missing bytes of each item that is newer than all held versions.
+        """Return the missing bytes of each item that is newer than all held versions.
 
         An older item would lead back to a version that this node has already replaced. Refused
         items are left out.

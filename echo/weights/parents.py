@@ -113,7 +113,7 @@ class Parents:
         return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
 
     def has(self, peer: str) -> bool:
-        """Return whether `peer` is the link to a parent in use, a spare or one being dialled."""
+        """Return whether `peer` is the link to a present, future or spare parent."""
         return any(each.peer == peer for each in self.connections)
 
     @property
@@ -128,7 +128,7 @@ class Parents:
     # --- the plan --------------------------------------------------------------------------------
 
     def new_learner(self) -> None:
-        """Note that the learner has restarted, so its plans are numbered from the start again."""
+        """Note that the learner has restarted, and numbers its plans from the start again."""
         self._epoch = -1
 
     def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
@@ -177,7 +177,7 @@ class Parents:
         return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
 
     def _address(self, index: int, now: float) -> str:
-        """Return the address at which to dial a hop; "" if it must not be dialled now."""
+        """Return the address at which to dial a hop; "" if it may not be dialled now."""
         hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)
@@ -195,7 +195,7 @@ class Parents:
         return "" if is_anothers else address
 
     def _follow(self, now: float) -> list[Action]:
-        """Dial the parent that is next in order, unless it is already in use."""
+        """Dial the next parent in order, unless it is already in use."""
         self._follow_at = None
         actions: list[Action] = []
         if self.next is not None:
@@ -337,7 +337,7 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Leave a parent that does not answer; dial again, or replace the spare, if that is due."""
+        """Leave a parent that does not answer; dial again or replace the spare when due."""
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S

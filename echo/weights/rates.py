@@ -120,15 +120,16 @@ class RateEstimate:
             self._busy_s, self._num_bytes, self._num_chunks = 0.0, 0.0, 0
 
     def pause(self) -> None:
-        """Note that no bytes are under way until the next chunk; this time is not busy time."""
+        """Note that no bytes are under way until the next chunk.
+
+        This time is not busy time.
+        """
         self._last_at = None
 
     def _least_s(self, num_chunks: int) -> float:
-        """Return the shortest busy time of a sample of `num_chunks`, in seconds."""
         return SAMPLE_S
 
     def _learn(self, rate: float | None, sample: float, busy_s: float) -> float:
-        """Return the estimate after a sample of `busy_s` seconds."""
         return sample if rate is None else _towards(sample, rate, busy_s / RATE_WINDOW_S)
 
 
@@ -148,14 +149,14 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note that from now on the uplink does not limit `share` of the children (0 to 1)."""
+        """Note that the uplink no longer limits `share` of the children (0 to 1)."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
         self._share, self._shared_at = share, now
 
     def show(self, bytes_per_s: float) -> None:
-        """Raise the estimate to a rate that another measurement, such as a probe, has shown."""
+        """Raise the estimate to a rate that a probe or another measurement has shown."""
         self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
 
     def _least_s(self, num_chunks: int) -> float:

@@ -84,7 +84,7 @@ from echo.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class VersionArrived(Action):
-    """A version is complete in the store, or its patch is ready, so a worker may install it."""
+    """A version is complete, or its patch is ready, so a worker may install it."""
 
     version: PolicyVersion
     num_bytes: int
@@ -129,9 +129,10 @@ class SpaceRetry:
         return self.retry_at is not None
 
     def lack(self, error: StorageError, *, now: float) -> list[Action]:
-        """Note that there was no space; look again after a pause, which doubles each time.
+        """Note that there was no space; look again after a pause.
 
-        If this is the first failure, return a warning for the operator.
+        The pause doubles each time. If this is the first failure, return a warning for the
+        operator.
         """
         self.retry_at = now + self._pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
@@ -215,7 +216,7 @@ class Receiver:
     def _abandon_unoffered(self, now: float) -> list[Action]:
         """Abandon the present item if the parent does not offer it and no table has arrived.
 
-        If such an item does not exist, no parent will ever serve it.
+        Such an item may not exist. Then no parent will ever serve it.
         """
         item = self.item
         encoded = None if item is None else self.store.encoded_versions.get(item)
@@ -227,7 +228,7 @@ class Receiver:
     # --- messages --------------------------------------------------------------------------------
 
     def _is_from_parent(self, peer: str) -> bool:
-        """Note that a peer has sent a message; return whether the peer is the parent."""
+        """Return whether a peer is the parent, and note its message."""
         if peer != self.link.peer:
             return False
         self.link.on_message()
@@ -313,7 +314,7 @@ class Receiver:
     # --- what to fetch ---------------------------------------------------------------------------
 
     def _consider(self, now: float) -> list[Action]:
-        """Start or continue to fetch the next item on the path to the newest version."""
+        """Fetch the next item on the path to the newest version."""
         step = self.offers.next_step(self.item)
         if step is None or step == self.item:
             return [] if self.link.awaits_chunks else self._request(now)
@@ -421,7 +422,7 @@ class Receiver:
         return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Seal a complete version, and return work to open the deltas against this version.
+        """Seal a complete version, and open the deltas that need it.
 
         To seal a version is to add its manifest, if the manifest has arrived.
         """
@@ -554,7 +555,7 @@ class Receiver:
     def _hold(
         self, right: list[WriteChunk], is_parent: bool, now: float
     ) -> list[Action | ParentFailed]:
-        """Mark written chunks as held and report them; go on with items that are now complete."""
+        """Mark written chunks as held, and go on with items that are now complete."""
         item_id, item = right[0].item_id, right[0].item
         chunks: dict[int, Frame] = {}
         size = 0
@@ -586,7 +587,6 @@ class Receiver:
         return [*actions, *(self._request(now) if self.item == work.item_id else [])]
 
     def _leave_unwritable(self, work: WriteChunk, fault: str, now: float) -> list[Action]:
-        """Drop an item that the disk refuses to write, and try it again later."""
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
@@ -609,7 +609,7 @@ class Receiver:
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Ask a silent parent again or leave it; look for space; continue the audit."""
+        """Ask a silent parent again or leave it, look for space, and continue the audit."""
         item = None if self.item is None else self.store.get(self.item)
         if item is None or not item.is_missing:
             self.link.complete()  # the last table may arrive after the last chunk

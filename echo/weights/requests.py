@@ -13,7 +13,7 @@ from echo.wire.messages import Credit, Fetch, ItemId, Message, Subscribe
 
 
 class Requests:
-    """Makes a node's messages to its parent; the link decides how much credit a message gives."""
+    """Makes a node's messages to its parent; the link decides on the credit."""
 
     def __init__(self, link: ParentLink, store: ItemStore, *, node_id: str) -> None:
         """Request the chunks that the store lacks.

@@ -88,7 +88,7 @@ class PublishPace:
         return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
     def is_overdue(self, step: int) -> bool:
-        """Return whether no published version is recent enough to sample for the next step.
+        """Return whether the next step has no version that is recent enough.
 
         Otherwise a publication that is due may be postponed.
         """
@@ -118,7 +118,7 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note the newest version of each node; return whether a broadcast has reached all nodes.
+        """Note the newest version of each node; return whether a broadcast is complete.
 
         `installed` has None for a node without a version. `train_s` is the time of a training step.
         It adapts the period. It is None if this time is unknown.
@@ -289,7 +289,6 @@ class FormSchedule:
 
     @property
     def _is_delta_due(self) -> bool:
-        """Whether to code the next version as a delta."""
         alone = min(self._expected_keyframe_bytes, self._full_bytes)
         is_worthwhile = self._delta_bytes <= DELTA_SHARE * alone
         return is_worthwhile or self._num_since_delta + 1 >= RETRY_AFTER

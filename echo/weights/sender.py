@@ -108,7 +108,7 @@ class Pace:
             self.began_at = now
 
     def rest(self, now: float) -> None:
-        """Note that from now on the child wants no chunk, or is held back for a sibling."""
+        """Note that from now on the child wants no chunk or is held back."""
         self._count(now)
         self._runs_since = None
 
@@ -131,7 +131,6 @@ class Pace:
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
 
     def _rate(self, least_s: float) -> float:
-        """Return the chunks per second, counted over at least `least_s` seconds."""
         num_sent, busy_s = self._before
         return (num_sent + self._num_sent) / max(busy_s + self._busy_s, least_s)
 
@@ -199,7 +198,7 @@ class Child:
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
-        """Add the requested chunks that have become known since the last call to `wanted`."""
+        """Add to `wanted` the requested chunks that have become known since the last call."""
         num_chunks = item.num_chunks
         for start, stop in self.ranges:
             self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
@@ -207,7 +206,7 @@ class Child:
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_chunks
 
     def hold_back(self, now: float) -> None:
-        """Note that the child is held back for a sibling, although a chunk could be sent to it."""
+        """Note that the child must wait for a sibling."""
         if self.held_at is None:
             self.held_at, self.waiting_s = now, 0.0
             self.pace.rest(now)
@@ -305,7 +304,7 @@ class Sender:
         return self.announce(peer, now=now) or [waiting]
 
     def announce(self, *peers: str, now: float) -> list[Action]:
-        """Announce the items of the store to these children; to all children, if none is named.
+        """Announce the items of the store to `peers`, or to all children.
 
         A child that knows these items already gets no message.
         """
@@ -350,7 +349,10 @@ class Sender:
         return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
 
     def _lacks(self, peer: str, child: Child, item_id: ItemId, now: float) -> list[Action]:
-        """Answer a child whose item this node lacks: Waiting if the item may come, else Gone."""
+        """Answer a child whose item this node lacks.
+
+        The answer is Waiting if the item may come, and otherwise Gone.
+        """
         newest = self.store.newest_known
         version, form = item_id
         if newest is None or newest < version:
@@ -376,11 +378,10 @@ class Sender:
         return sent
 
     def _note_load(self, now: float) -> None:
-        """Report to `rate` the share of the fetching children that the uplink does not limit.
+        """Report the share of the fetching children that the uplink does not limit.
 
-        There are two kinds of such children. This node does not hold the child's next chunk, or the
-        child fetches alone. A child that is held back for a sibling counts as limited, since the
-        uplink is in use.
+        The uplink does not limit a child if this node lacks its next chunk, or if it fetches alone.
+        A child that is held back for a sibling counts as limited, since the uplink is in use.
         """
         if not self.children and self.rate.is_paused:
             return
@@ -399,7 +400,7 @@ class Sender:
         ]
 
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
-        """Send a child its chunks, and then its siblings the chunks for which they waited."""
+        """Send a child its chunks, and then the siblings that waited for it theirs."""
         actions: list[Action] = []
         if child.fetching is None:
             return actions
@@ -417,7 +418,7 @@ class Sender:
         return actions
 
     def _patience_s(self, child: Child, now: float) -> float:
-        """Return how many seconds siblings wait for a child that is silent and lacks credit."""
+        """Return how many seconds siblings wait for a silent child without credit."""
         return min(
             max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
         )
@@ -444,7 +445,7 @@ class Sender:
         return min(leads) + MAX_LEAD_CHUNKS if leads else None
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
-        """Send a child the chunks that it wants, in order, up to its credit and to `limit`.
+        """Send a child its wanted chunks, in order, up to its credit and to `limit`.
 
         `limit` is the largest lead in chunks. Sending stops at the first chunk that this node does
         not hold.
@@ -574,7 +575,6 @@ class Sender:
     # --- time ------------------------------------------------------------------------------------
 
     def _lacks_next(self, child: Child) -> bool:
-        """Return whether this node lacks the next chunk that a child wants."""
         item = None if child.fetching is None else self.store.get(child.fetching)
         if item is None:  # dropped; the child gets its Gone next
             return False
@@ -596,7 +596,7 @@ class Sender:
         )
 
     def expire(self, now: float) -> list[Action]:
-        """Send each waiting child the chunks that it may have now, or else a Waiting."""
+        """Send each waiting child the chunks that it may have, or else a Waiting."""
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if not self._waits(child) or now < _waiting_due_at(child):
@@ -611,14 +611,13 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Answer a child that requested an item while this node did not know the item."""
+        """Answer a child whose requested item was unknown here."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # The item was announced; the child asks again if that was lost.
         return []
 
     def _send_waiting(self, peer: str, child: Child, item: ItemId, now: float) -> Send:
-        """Send a child a Waiting that has the time of the next Waiting."""
         is_awaited = child.held_at is not None or child.awaiting is not None
         doubled = WAITING_PERIOD_S if is_awaited else 2 * child.waiting_s
         child.waiting_s = min(max(doubled, WAITING_PERIOD_S), MAX_WAITING_S)

@@ -34,7 +34,7 @@ class Chunked(abc.ABC):
 
     @property
     def num_chunks(self) -> int:
-        """Number of known chunks, which grows as the tables of an encoded version arrive."""
+        """Number of known chunks, which grows with each table that arrives."""
         return len(self.has_chunk)
 
     @property
@@ -67,7 +67,9 @@ class Chunked(abc.ABC):
         """Return the memory for the bytes of a chunk, held or not."""
 
     def chunk(self, index: int) -> Frame:
-        """Return a held chunk in the form in which it is sent, mostly without a copy.
+        """Return a held chunk in the form in which it is sent.
+
+        Mostly this needs no copy.
 
         Raises:
             StorageError: if the bytes of the chunk no longer match its hash.
@@ -80,7 +82,7 @@ class Chunked(abc.ABC):
 
     @abc.abstractmethod
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash of a chunk in the form in which it is sent."""
+        """Return a chunk's BLAKE3-256 hash, in the form in which it is sent."""
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
         """Write a verified chunk to its memory; thread-safe.
@@ -101,7 +103,7 @@ class Chunked(abc.ABC):
         self.num_held += 1
 
     def _held_flags(self) -> bytearray:
-        """Return a 1 for each known chunk that is held or being written, and a 0 for others."""
+        """Return one byte for each known chunk: 1 if it is held or being written."""
         if not self.writing:
             return self.has_chunk
         has_chunk = self.has_chunk.copy()
@@ -271,7 +273,7 @@ class Transfer(Chunked):
         return stop - start
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash of a chunk in the form in which it is sent."""
+        """Return a chunk's BLAKE3-256 hash, in the form in which it is sent."""
         return self.manifest.sent_hash(index)
 
 

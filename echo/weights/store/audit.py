@@ -73,11 +73,11 @@ class Audit:
         return is_held
 
     def _due_after(self, now: float) -> float:
-        """Return when the next piece is due, so that the audit takes AUDIT_SHARE of the time."""
+        """Return when the next piece is due, at AUDIT_SHARE of the time."""
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:
-        """Hash the newest sealed image next, if deltas made it and it is newer than `audited`."""
+        """Hash the newest sealed image that deltas made, if it is newer than `audited`."""
         newest = self._store.newest_sealed
         if newest is not None and newest > audited:
             image = self._store.images[newest]

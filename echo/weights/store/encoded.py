@@ -53,7 +53,7 @@ from echo.wire.messages import Form
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenBlock(Work):
-    """Work for a thread: find what a block changes in its base; then call `worked`."""
+    """Work for a thread: find a block's changes to its base; then call `worked`."""
 
     encoded: EncodedVersion
     block: int
@@ -83,7 +83,7 @@ class OpenBlock(Work):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeBlock(Work):
-    """Work for a thread: decode a block and check the hashes of the result; then call `worked`."""
+    """Work for a thread: decode a block and check the result; then call `worked`."""
 
     encoded: EncodedVersion
     block: int
@@ -189,7 +189,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the changes of all blocks are known, but not written over the base yet."""
+        """Whether the changes of all blocks are known, but not written yet."""
         return (
             self.patch is not None
             and self.storage is None
@@ -199,7 +199,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_being_coded(self) -> bool:
-        """Whether this node is the learner and is still coding segments of this version."""
+        """Whether this node is the learner and still codes this version."""
         return self.is_open and not self.is_half
 
     @property
@@ -292,7 +292,7 @@ class EncodedVersion(Chunked):
         return stop - start
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return the BLAKE3-256 hash of a chunk in the form in which it is sent."""
+        """Return a chunk's BLAKE3-256 hash, in the form in which it is sent."""
         part = self._part(index)
         place = (index - part.first_chunk) * HASH_BYTES
         return part.table.chunk_hashes[place : place + HASH_BYTES]

@@ -50,9 +50,9 @@ def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
 
 
 def with_base(item: ItemId | None) -> set[ItemId]:
-    """Return the item that is being fetched, with the image of its base if it has one.
+    """Return the item that is being fetched and its base's image.
 
-    The set is empty if `item` is None.
+    The set is empty if `item` is None. Without a base it has one element.
     """
     if item is None:
         return set()
@@ -99,7 +99,7 @@ def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
 
 
 def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
-    """Return the partial deltas that these versions are the base of, also indirectly."""
+    """Return the partial deltas whose base is one of these versions, also indirectly."""
     gone, halves = set(versions), []
     for item in sorted(store.encoded_versions, key=lambda item: item[0]):
         if store.encoded_versions[item].is_half and item[1].base in gone:

@@ -32,7 +32,7 @@ def touched_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 class RecycledMemory:
-    """Memory for images, which is reused when nothing uses the earlier image any longer.
+    """Memory for images, which is reused once nothing uses the earlier image.
 
     Each image is lent through an exporter, an array over a piece of memory. Only views of the
     exporter keep it alive. Views are slices, tensors and arrays over the memory, and frames that
@@ -68,11 +68,14 @@ class RecycledMemory:
 
     @property
     def can_grow(self) -> bool:
-        """Whether `grow` may be called: a piece is in use, and fewer than `max_pieces` exist."""
+        """Whether `grow` may be called.
+
+        Then a piece is in use, and fewer than `max_pieces` exist.
+        """
         return bool(self._lent) and self._num_pieces < self._max_pieces
 
     def grow(self) -> None:
-        """Make one more piece of memory, of the size of the image that was lent last.
+        """Make one more piece of memory, as large as the last image.
 
         Any thread may call this method, but not while another thread calls `take`.
         """

@@ -83,7 +83,9 @@ Parents = Mapping[str, tuple[Hop, ...]]
 
 
 def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
-    """Return each node's parents in order of preference: the parent in the tree, then stand-ins.
+    """Return each node's parents in order of preference.
+
+    The first is the parent in the tree. Stand-ins follow.
 
     Args:
         fleet: the learner and the nodes.
@@ -109,7 +111,7 @@ class _Rows:
     """A tree as rows of nodes with the same number of hops from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
-        """Sort the nodes that can serve into rows, and number the children of each parent."""
+        """Sort the nodes that can serve into rows, and number each parent's children."""
         self._fleet, self._parents = fleet, parents
         self._depths = [0] * len(parents)
         self._ranks = [0] * len(parents)
@@ -389,7 +391,6 @@ class _Plan:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """The sort key of equally fast plans; the smallest key is chosen."""
         found = self.forecast
         price = round(found.egress_gb_price, 9)
         busiest = max(num_children(self.tree))
@@ -406,7 +407,7 @@ class _Plan:
 
 
 def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
-    """Return the plans that are fast enough and have the fewest links between regions.
+    """Return the plans that are fast enough and cross regions least often.
 
     The plans come in order of speed, the fastest first, and stay in this order.
     """
@@ -435,7 +436,6 @@ class _Planner:
         return None if tree is None else self._measured(previous.kind, tree)
 
     def compare(self) -> list[_Plan]:
-        """Return all candidates with their forecasts, the fastest first."""
         plans = [self._measured("star", star(self._fleet))]
         line = chain(self._fleet)
         if line is not None:
@@ -705,7 +705,7 @@ class Planner:
         return broadcast_s
 
     def _survey(self, nodes: Sequence[PlannedNode], uplink_bytes_per_s: float | None) -> _View:
-        """Return the known facts about the links of these nodes and of the learner."""
+        """Return what is known about the links of these nodes and the learner."""
         # Relays come first where no rate is known: they exist to serve.
         ordered = sorted(nodes, key=lambda node: node.role != "relay")
         suspects = {name for node in ordered for name in node.stats.suspects}

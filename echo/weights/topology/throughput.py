@@ -52,7 +52,9 @@ class PlanThroughput:
 
 
 def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[float]) -> float:
-    """Return r*, in bytes per second: no plan can give every receiver a higher rate.
+    """Return r*, the highest rate that a plan can give every receiver.
+
+    The rate is in bytes per second.
 
     Args:
         uplink: the rate of the learner's uplink.

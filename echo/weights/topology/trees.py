@@ -145,7 +145,7 @@ def slots_of(
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
-    """Return, for each region, the least number of links whose sender is in it.
+    """Return, for each region, the least number of links that start in it.
 
     One node of a region gets the version from another region. All others get it from a node of
     their own region. In the learner's region all nodes get it from within, and one more link leads
@@ -165,7 +165,7 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return how many children each node shall serve; `slots` has the most that it can."""
+    """Return each node's number of children; `slots` has the most that it can serve."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
@@ -260,14 +260,13 @@ class _Grower:
     def _exporter(self) -> int:
         """Return the region from which a link shall lead to another region.
 
-        An attached node of the region must be able to serve more children. Of these regions, it is
-        the one with the most slots beyond its own need.
+        One of its attached nodes must be able to serve more children. Of several such regions, the
+        result is the one with the most slots beyond its own need.
         """
         regions = [group for group, nodes in enumerate(self._open) if nodes]
         return max(regions, key=lambda group: (self._surplus[group], -group))
 
     def _chunk_times(self, parents: list[int], node: int) -> list[float]:
-        """Return when a first chunk of 1 MB would reach a node from each parent."""
         lags, load_s, rtt_s = self._lags, self._load_s, self._fleet.rtt_s
         return [lags[p] + load_s[p] * 1e6 + rtt_s(p, node) / 2 for p in parents]
 
