@@ -63,7 +63,7 @@ class LeasedWorker:
 
 
 class LeaseBook:
-    """The leases of workers, by group and by worker, and the groups that wait for a lease."""
+    """The leases by group and by worker, and the groups that wait for a lease."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """Start without groups; a lease will expire after `timeout_s` seconds without progress."""
@@ -113,7 +113,7 @@ class LeaseBook:
         return record.renewed_at + self.timeout_s if is_watched else None
 
     def group(self, group_id: int) -> OpenGroup:
-        """Return the open group of an id; for any other id, a new group without leases."""
+        """Return the open group of an id, or a new group for an unknown id."""
         return self._groups.get(group_id) or OpenGroup(group_id)
 
     # --- what is known of a worker ---
@@ -131,14 +131,14 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """Note, in the leases that a worker got at `now`, how many leases it now holds."""
+        """Note, in a worker's leases from `now`, how many leases it holds."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:
                 record.num_beside = len(records)
 
     def mean_leases(self, worker_id: str, group_id: int, attempt: int) -> float:
-        """Return the mean number of leases that a worker has held since an attempt was granted.
+        """Return a worker's mean number of leases since an attempt was granted.
 
         This is the mean of two numbers: the leases right after the grant, and the leases now.
         """
@@ -200,13 +200,13 @@ class LeaseBook:
             self._handle(group, GroupEnded())
 
     def revoke(self, record: LeaseRecord) -> None:
-        """End one lease; if it was its group's last, the group waits to be granted again."""
+        """End a lease; without another lease, its group waits to be granted again."""
         group = self._groups[record.group_id]
         event = LeaseEnded if len(group.leases) > 1 else LastLeaseEnded
         self._handle(group, event(record))
 
     def revoke_attempt(self, group_id: int, attempt: int) -> None:
-        """End the lease of an attempt, whichever worker holds it; do nothing without a lease."""
+        """End the lease of an attempt, whichever worker holds it, if any."""
         for record in list(self.group(group_id).leases):
             if record.attempt == attempt:
                 self.revoke(record)

@@ -95,7 +95,10 @@ class LeaseRecord:
         return self.group_id, self.attempt
 
     def renew(self, *, num_tokens: int, now: float) -> None:
-        """Prolong the lease, because its worker shows progress in tokens, rewards or tool calls."""
+        """Prolong the lease, because its worker shows progress.
+
+        Progress is tokens, rewards or tool calls.
+        """
         self.num_tokens = num_tokens
         self.renewed_at = now
 
@@ -211,7 +214,7 @@ TABLE: dict[OpenState, dict[type[Event], Move[OpenState]]] = {
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A group that was granted and has not ended: its state, leases and attempts."""
+    """A granted group that has not ended: its state, leases and attempts."""
 
     group_id: int
     state: OpenState = OpenState.WAITING

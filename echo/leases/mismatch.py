@@ -65,7 +65,10 @@ class _Window:
 
 
 def level(staleness: float) -> int:
-    """Return the level of a staleness; values of one level differ by at most about a third."""
+    """Return the level of a staleness.
+
+    Values of one level differ by at most about a third.
+    """
     return round(3 * math.log2(1 + max(0.0, staleness)))
 
 
@@ -82,7 +85,7 @@ class Mismatches:
         window.groups.append(((engine, level(sampled.staleness)), sampled.kl))
 
     def find_outliers(self) -> dict[str, str]:
-        """Return worker -> reason for the workers that stand out, and forget their groups."""
+        """Return worker -> reason for the outliers, and forget their groups."""
         full = {n: w for n, w in self._windows.as_dict().items() if len(w.groups) == WINDOW}
         if not full:
             return {}

@@ -54,7 +54,7 @@ class FinishedGroups:
 
 
 class OpenGroups:
-    """The groups that were granted and have not ended, with their leases and partial rollouts."""
+    """The granted groups that have not ended, with leases and partial rollouts."""
 
     def __init__(self, run: RunState, counters: Counters) -> None:
         self.leases = run.leases
@@ -69,11 +69,11 @@ class OpenGroups:
         self._counters = counters
 
     def is_open(self, group_id: int) -> bool:
-        """Return whether a group was granted and has not ended, so that its result is wanted."""
+        """Return whether a group was granted and has not ended."""
         return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def reach(self, group_id: int) -> None:
-        """Note that an id is granted or ended, so that the next new group has a higher id."""
+        """Note that an id is granted or ended; new groups get higher ids."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
     def close(self, group_id: int) -> None:

@@ -104,7 +104,7 @@ def apply_staleness_policy(
     lineages: Sequence[Lineage],
     only_version: PolicyVersion | None = None,
 ) -> FreshPartials:
-    """Return the members as they are to be continued, with old tokens kept, masked or dropped.
+    """Return the members to continue, with old tokens kept, masked or dropped.
 
     Args:
         members: the members of one group.
@@ -244,7 +244,7 @@ class ShippedPartials:
         ]
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add the growth of a worker's counts since its last heartbeat to the counters.
+        """Add a worker's counts since its last heartbeat to the counters.
 
         Also set the worker's `num_waiting` from the heartbeat.
         """
@@ -324,12 +324,12 @@ def encode_members(members: Sequence[PartialRollout]) -> bytes:
 
 
 def encode_continuations(frames: Sequence[bytes]) -> bytes:
-    """Return the payload of a Grant: the encoded members of each lease, which may be empty."""
+    """Return the payload of a Grant: the encoded members of each lease, if any."""
     return _encoder.encode(frames)
 
 
 def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
-    """Return the members of each lease from the payload of a Grant; a lease may have none.
+    """Return each lease's members, if any, from the payload of a Grant.
 
     Raises:
         RemoteProtocolError: if the frame is malformed.
@@ -383,7 +383,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 
 def _checked_size(header: MemberHeader) -> int:
-    """Check all that needs only a member's header; return its number of tokens."""
+    """Check a member's header alone; return the member's number of tokens."""
     size = sum(count for _, _, count in header.spans)
     if size > MAX_TOKENS:
         raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")

@@ -117,7 +117,10 @@ class Reconciling:
             record.renew(num_tokens=max(state.num_tokens, record.num_tokens), now=now)
 
     def _on_missing(self, record: LeaseRecord, now: float) -> Lease | None:
-        """Return the lease to send again if its worker should list it, or None."""
+        """Handle a lease that its worker does not list.
+
+        Return the lease if it must be sent again, or None.
+        """
         if record.is_confirmed and record.request is not None:
             self._groups.leases.revoke(record)
             self._groups.released[record.group_id] = record.request.worker_id
@@ -131,7 +134,7 @@ class Reconciling:
         return self._lease_of(record) if is_usable else None
 
     def _lease_of(self, record: LeaseRecord) -> Lease:
-        """Return the lease as it was first sent; a copy has the seed of its original."""
+        """Return the lease as it was sent; a copy has its original's seed."""
         lease = self._prompts.lease(record.group_id, record.attempt)
         origin = record.attempt if record.copy_of is None else record.copy_of
         seed = self._prompts.lease(record.group_id, origin).seed
@@ -140,7 +143,7 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Enter the leases that a worker lists and the book lacks, unless they are unwanted.
+        """Enter the leases that only the worker lists, unless they are unwanted.
 
         The result is the (group id, attempt) of each unwanted lease.
         """

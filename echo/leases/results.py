@@ -172,7 +172,6 @@ class Results:
         return [StoreGroup(group, header, arrays)]
 
     def _trim(self, group: Group) -> Group | None:
-        """Return a copy of a group with its stale tokens masked; None if no token is masked."""
         if not self._settings.trims_stale:
             return None
         trimmed = trim_stale(
@@ -217,16 +216,16 @@ class Results:
         )
 
     def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
-        """Return whether a worker may end a group, because it was granted the attempt.
+        """Return whether a worker may end a group.
 
-        If the group has ended already, any worker may.
+        The attempt must have been granted to it. If the group has ended already, any worker may.
         """
         group = self._groups.leases.group(message.group_id)
         is_theirs = group.was_granted(message.attempt, node_id)
         return is_theirs or not self._groups.is_open(message.group_id)
 
     def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
-        """Refuse a message about an attempt that its sender was not granted; end no lease."""
+        """Refuse a message about an attempt that its sender does not have; end no lease."""
         self._counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
         notes = self._peer_faults.note(node_id, "not_leased", text, now=now)
@@ -235,7 +234,7 @@ class Results:
     def _refuse(
         self, node_id: str, message: Deliver, reason: str, now: float, *, num_trained: int = 0
     ) -> list[Action]:
-        """Refuse a result: send the reason to its worker, and let the group be granted again.
+        """Refuse a result: send the reason to its worker, and free the group.
 
         `num_trained` is the number of tokens that would have been trained.
         """
@@ -298,7 +297,10 @@ class Results:
     # --- failures --------------------------------------------------------------------------------
 
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
-        """Grant a failed group again, or end it if no other worker may be able to sample it."""
+        """Grant a failed group again, or end it.
+
+        It ends if no other worker may be able to sample it.
+        """
         group = self._groups.leases.group(message.group_id)
         if group.is_storing or not self._groups.is_open(message.group_id):
             return self._ack(node_id, message, "duplicate")
@@ -327,7 +329,7 @@ class Results:
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
-        """End the lease of a group that other workers may be able to sample; log a warning."""
+        """End a lease whose group other workers may be able to sample; log a warning."""
         self._groups.leases.give_back(message.group_id, message.attempt, node_id)
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
@@ -348,7 +350,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """End these leases: send their holders an Ack, so that they stop, and record each end."""
+        """End these leases, record each end, and tell the holders to stop by an Ack."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id

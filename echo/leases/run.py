@@ -85,7 +85,9 @@ class Prompts(Protocol):
     """The prompts of a run, in the form of leases."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of an attempt at a group; a group id always has the same prompt.
+        """Return the lease of an attempt at a group.
+
+        A group id always has the same prompt.
 
         Raises:
             DataError: if there is no prompt for this group.

@@ -134,7 +134,7 @@ class Scheduler:
     def wait_reason(
         self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
     ) -> WaitReason:
-        """Return why no group of the next batch can be granted; "" if there is no reason."""
+        """Return why no group of the next batch can be granted, or ""."""
         quota = self.quota
         if quota.num_running or quota.is_batch_complete:
             return ""
@@ -204,7 +204,6 @@ class Scheduler:
         ).decide()
 
     def _apply(self, decided: Decisions, now: float) -> list[Action]:
-        """Carry out the decisions of a round; return its records, then the messages to workers."""
         self.prompt_fault = decided.fault
         for group_id in decided.released:
             del self.groups.released[group_id]
@@ -280,7 +279,6 @@ class Scheduler:
         return [a for grant, payload in messages for a in self._routes.to(node_id, grant, *payload)]
 
     def _reclaim(self, records: Iterable[LeaseRecord]) -> list[Action]:
-        """Ask the holders of these leases to give them up."""
         asked: dict[tuple[str, bool], list[tuple[int, int]]] = {}
         for record in records:
             assert record.request is not None, "it is asked for"

@@ -71,7 +71,7 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful one that do not count towards the run's end."""
+        """Number of groups since the last useful one that bring the run's end no nearer."""
         dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
         return self._num_void + dominant
 
@@ -80,7 +80,10 @@ class Usefulness:
         return worker_id == self._dominant or worker_id in self._away_until
 
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
-        """Count a delivered group; return an operator's line for each worker that is set aside."""
+        """Count a delivered group.
+
+        Return an operator's line for each worker that this sets aside.
+        """
         if not is_useful:
             if worker_id in self._away_until:
                 self._num_void += 1

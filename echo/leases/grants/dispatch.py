@@ -47,9 +47,9 @@ decides how much later.
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return the factor by which a group takes longer in an engine with `num_groups`.
+    """Return how many times as long a group takes in a shared engine as alone.
 
-    The factor compares with a group that is alone. The engine has places for `num_places` groups.
+    The engine has `num_groups` groups, and places for `num_places`.
     """
     return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
 
@@ -164,7 +164,7 @@ RELEASE_BEATS = 4
 def moves(
     waiting: Sequence[RunningGroup], helpers: Sequence[Load], *, least_gain_s: float
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases that are to move, each with the worker that gets its group.
+    """Return the leases to move, each with the worker that gets its group.
 
     Args:
         waiting: groups that have not begun, each with its predicted finish at its holder.
@@ -280,8 +280,8 @@ def hedges(
         groups: running groups, each with its newest lease.
         helpers: idle workers; modified by the copies.
         holders: group -> the workers that have a lease of it.
-        factor: a group is copied if its lease is expected to take at least this many times as long
-            as the copy; None if only age counts.
+        factor: a group is copied if its lease should take at least this many times as long as
+            the copy; None if only age counts.
         now: the present time, seconds.
     """
     fastest_first = sorted(helpers, key=lambda helper: (-(helper.speed or 0.0), helper.node_id))

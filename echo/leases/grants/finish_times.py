@@ -249,7 +249,7 @@ class FinishTimes:
         return 2 * self._fastest if measured is None else measured
 
     def retry_factor(self, speed: Speed, *, now: float) -> float:
-        """Return the factor, at least 1, by which idle time raises the estimate of a speed."""
+        """Return the factor, at least 1, by which idle time raises a speed estimate."""
         known = self.known_speed(speed)
         if known >= self._fastest:
             return 1.0

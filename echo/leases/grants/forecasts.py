@@ -33,7 +33,7 @@ class WorkerForecast:
     """The worker's groups, each with its predicted finish."""
 
     def take_place(self, seconds: float) -> float:
-        """Give a group of `seconds` the first free place; return when the group ends."""
+        """Occupy the first free place for `seconds`; return when it is free again."""
         done_at = self.free_at[0] + seconds
         heapq.heapreplace(self.free_at, done_at)
         return done_at

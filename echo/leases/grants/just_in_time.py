@@ -147,7 +147,7 @@ class JustInTime:
         return bool(self._held_since)
 
     def is_resting(self, *, now: float) -> bool:
-        """Return whether the last decision is still valid, which it is until its deadline."""
+        """Return whether the last decision is still valid; it ends at its deadline."""
         if self.deadline is not None and now >= self.deadline:
             self.deadline = None
         return self._is_training and self.deadline is not None
@@ -281,17 +281,14 @@ class JustInTime:
 
     @property
     def _useful_share(self) -> float:
-        """Share of recent groups that were useful; never 0."""
         return (sum(self._useful) + 1) / (len(self._useful) + 1)
 
     @property
     def _step_s(self) -> float:
-        """Usual seconds from a step's beginning until the learner can begin the next."""
         return statistics.median(self._busy_s)
 
     @property
     def _is_open(self) -> bool:
-        """Whether recent waits were so long that no group is to be held back."""
         # The longest wait is left out: to prevent a single wait is the margin's task.
         waited_s = sum(self._waited_s) - max(self._waited_s)
         return waited_s > OPEN_SHARE * len(self._waited_s) * self._step_s
@@ -307,7 +304,7 @@ class JustInTime:
         return self._margin_s is not None and is_known
 
     def _ready_at(self, batch: int, now: float) -> float:
-        """Return the time at which the learner can begin to train on a batch."""
+        """Return when the learner can begin to train on a batch."""
         assert self._begun_at is not None, "a step is timed"
         num_later = batch - self._step - self._is_training
         return max(now, self._begun_at + self._step_s) + num_later * self._step_s
@@ -328,7 +325,7 @@ class JustInTime:
     def _held_done_at(
         self, loads: Sequence[Load], installed: Sequence[int], num_groups: int, now: float
     ) -> list[float]:
-        """Return the times at which `num_groups` groups would be done if they are held back.
+        """Return when `num_groups` groups would be done if they are held back.
 
         A worker begins a held group when it installs the next version, or earlier if its present
         groups are done. If it began even sooner, the held group would slow down its present groups.
@@ -360,7 +357,7 @@ class JustInTime:
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """Record since when each group is held back although a worker could begin it."""
+        """Record since when each group is held back although a worker is free."""
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

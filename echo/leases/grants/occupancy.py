@@ -18,7 +18,7 @@ from echo.leases.grants.forecasts import Forecasts
 
 
 class Occupancy:
-    """The workers in one round, and the groups that each has got in the round so far."""
+    """The workers in a round, and the groups that each has got so far."""
 
     def __init__(
         self,
@@ -47,12 +47,18 @@ class Occupancy:
         """Worker -> number of leases that this round has given to it."""
 
     def give(self, worker_id: str, *, is_copy: bool = False) -> None:
-        """Count a lease that this round gives to a worker; a copy does not add a promised group."""
+        """Count a lease that this round gives to a worker.
+
+        A copy does not add a promised group.
+        """
         self._num_given[worker_id] += 1
         self.num_promised += not is_copy
 
     def num_held(self, worker: LeasedWorker) -> int:
-        """Return a worker's number of leases, with unknown leases and those of this round."""
+        """Return a worker's number of leases, including those of this round.
+
+        Unknown leases count, too.
+        """
         num_held = self._leases.num_leases(worker.node_id) + worker.num_unknown
         return num_held + self._num_given[worker.node_id]
 

@@ -32,7 +32,7 @@ Copy = tuple[LeaseRecord, str]
 
 
 def is_pending(request: MoveRequest | None, *, heartbeat_s: float, now: float) -> bool:
-    """Return whether a request is so recent that the holder may still give up the lease."""
+    """Return whether the holder may still answer a request to give up its lease."""
     return request is not None and now <= request.at + RELEASE_BEATS * heartbeat_s
 
 
@@ -113,7 +113,6 @@ class Relief:
         }
 
     def _may_move(self, record: LeaseRecord) -> bool:
-        """Return whether a lease may move: its worker lists it, and the group has no other."""
         is_known = record.is_confirmed and not record.is_delivered and record.request is None
         is_alone = len(self._leases.group(record.group_id).leases) == 1
         return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2
@@ -171,7 +170,7 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker to which a lease should have moved but did not; else None."""
+        """Return the worker that should have got a lease but did not, or None."""
         request = record.request
         if request is None or record.copy_of is not None:
             return None

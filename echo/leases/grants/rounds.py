@@ -102,7 +102,7 @@ class Round:
         return self._decisions
 
     def _grant_released(self) -> None:
-        """Grant each group that was given up for a worker to this worker, if it has space."""
+        """Grant each group that its holder gave up for another worker, if that worker has space."""
         for group_id, node_id in sorted(self._groups.released.items()):
             self._decisions.released.append(group_id)
             worker = self._occupancy.able.get(node_id)
@@ -115,7 +115,6 @@ class Round:
                 self._grant(group_id, worker)
 
     def _grant_groups(self) -> None:
-        """Grant waiting groups, then new groups, in the order of their predicted finish."""
         candidates = self._candidates()
         loads = self._occupancy.loads(self._occupancy.able)
         num_due = None if self._just_in_time is None else self._num_due(self._just_in_time, loads)
@@ -162,7 +161,7 @@ class Round:
         yield from itertools.count(self._groups.next_group_id)
 
     def _next_group(self, candidates: Iterator[int]) -> int | None:
-        """Return the id of the group to grant next; end groups whose prompts cannot be used.
+        """Return the id of the next group to grant; end groups whose prompts cannot be used.
 
         The result is None if the group's prompt is still being made, or if MAX_UNUSABLE prompts in
         a row cannot be used.
@@ -180,7 +179,6 @@ class Round:
         return None
 
     def _relieve(self) -> None:
-        """Decide which running groups to move or copy to idle workers."""
         running = self._occupancy.running()
         requests = self._decisions.requests = self._relief.choose_moves(running)
         if self._just_in_time is not None and self._just_in_time.is_holding:

@@ -99,7 +99,7 @@ class PartialGroup:
     """Whether the group had tokens, of this or another worker, when it last entered the engine."""
 
     def seconds(self, now: float) -> float:
-        """Return seconds since the group entered the engine; 0 (unknown) for a continued group."""
+        """Return seconds since the group entered the engine; 0 if it is a continued group."""
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
     @property
@@ -224,7 +224,7 @@ class HeldLeases:
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states: state by state, and in a state by time of entry."""
+        """Return the groups in these states, each state by time of entry."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
@@ -327,7 +327,7 @@ class HeldLeases:
         ]
 
     def stages(self, installed: PolicyVersion | None) -> dict[str, int]:
-        """Return the number of groups in each stage; the learner explains waits with it."""
+        """Return the number of groups in each stage, which explains waits."""
         num_waiting, num_late = len(self.of(*WAITING)), len(self.awaiting(installed))
         counts = {
             WaitStage.SAMPLING: len(self.of(GroupState.RUNNING, GroupState.RECLAIMED)),
@@ -355,7 +355,7 @@ class HeldLeases:
         return sorted((group for group in held if group.num_tokens), key=lambda group: group.key)
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the interrupted groups to send to the learner now, and mark them as shipped.
+        """Return the interrupted groups to ship now, and mark them as shipped.
 
         These are groups with new tokens that were not sent in the last `interval_s` seconds.
         """
@@ -369,7 +369,7 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Mark all groups with tokens as due for shipment: the learner may have lost them."""
+        """Mark all groups with tokens as not shipped, because the learner may have lost them."""
         for group in self._groups.values():
             group.num_shipped = 0
 
