@@ -145,7 +145,7 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return, for each kind, the seconds that one of its workers needs for one group.
+        """Return, for each kind, the seconds of one worker for one group.
 
         They are the seconds of a broadcast to this worker alone, plus the seconds of the group.
         """
@@ -227,7 +227,7 @@ class Roll:
 
 
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
-    """Return the workers grouped into kinds, in at most MAX_KINDS kinds if that is possible.
+    """Return the workers grouped into kinds, if possible at most MAX_KINDS.
 
     Three differences always separate two workers: their regions differ, only one of them can be
     dialled, or an amount, such as the price, is 0 for only one of them.
@@ -326,7 +326,7 @@ class _Search:
         yield from dict.fromkeys(starts)
 
     def _improve(self, counts: Counts, limit: float) -> Counts:
-        """Change a set as long as a change makes it better, and return the result.
+        """Change a set as long as a change makes it better; return the result.
 
         Slowdowns up to `limit` count as equal. Changes of one kind are tried first, because there
         are fewer of them than changes of two or three kinds.
@@ -356,12 +356,14 @@ class _Search:
                     yield (*counts[:index], other, *counts[index + 1 :])
 
     def _of_two_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets in which a worker of one kind replaces a worker of another kind."""
         for removed, added in itertools.permutations(range(len(counts)), 2):
             yield from self._changed(counts, {removed: -1, added: 1})
 
     def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets in which two workers replace one of another kind, or one replaces two."""
+        """Yield the sets in which two workers replace one of another kind.
+
+        Sets in which one worker replaces two follow as well.
+        """
         for sign in (1, -1):
             for one in range(len(counts)):
                 others = [index for index in range(len(counts)) if index != one]
@@ -371,7 +373,6 @@ class _Search:
                     yield from self._changed(counts, {one: -sign, pair[0]: sign, pair[1]: sign})
 
     def _changed(self, counts: Counts, changes: Mapping[int, int]) -> Iterator[Counts]:
-        """Yield the changed set, if there are enough workers for it."""
         changed = list(counts)
         for index, change in changes.items():
             changed[index] += change
@@ -527,7 +528,7 @@ class Question:
 def _saving(
     roll: Roll, job: Job, names: frozenset[str], choice: Choice, *, is_waiting: bool
 ) -> str:
-    """Return why a choice should replace a set of workers; "" if it should not."""
+    """Return why a choice should replace a set of workers, or ""."""
     before, at_most = roll.assess(job, names), 1 - MIN_SAVING
     if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
         return _PASSED

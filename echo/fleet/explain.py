@@ -181,7 +181,7 @@ class ObservedFleet:
         return self._by_name.get(name)
 
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
-        """Return the fetching nodes on the way of the weights, from a worker to its ancestors.
+        """Return the fetching nodes from a worker up to the learner.
 
         The last node's parent is the learner, or a node that has much more than the last node: all
         of the version, or AHEAD times as many chunks.
@@ -194,7 +194,10 @@ class ObservedFleet:
         return path
 
     def shares(self, worker: ObservedNode) -> dict[WaitStage, float]:
-        """Return the share of a worker's present time in each stage; the shares add up to 1."""
+        """Return the share of each stage in a worker's present time.
+
+        The shares add up to 1.
+        """
         if not worker.num_leases:
             if self.is_closed:
                 return {WaitStage.ADMISSION: 1.0}
@@ -340,7 +343,7 @@ class Explanation:
 
 
 def describe_wait(fleet: ObservedFleet) -> str:
-    """Return a text on the groups missing for a step and the workers with leases.
+    """Return text on a step's missing groups, and on the workers with leases.
 
     The text is empty if no group is missing.
     """
@@ -366,7 +369,6 @@ def _missing(fleet: ObservedFleet) -> str:
 
 
 def _describe(worker: ObservedNode) -> str:
-    """Return a few words on a worker's leases, and on its activity or the fetched version."""
     if worker.fetching:
         return f"{worker.name} has {worker.num_leases} and fetches {_fetch(worker)}"
     return f"{worker.name} has {worker.num_leases} ({worker.activity})"
@@ -384,7 +386,6 @@ def _held(node: ObservedNode) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Return the first MAX_NAMES_LISTED names as text, and the number of further names."""
     shown = list(names[:MAX_NAMES_LISTED])
     if others := len(names) - MAX_NAMES_LISTED:
         shown += [_others(others)] if others > 0 else []
@@ -427,7 +428,7 @@ def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
-    """Return the workers whose groups were in a stage for long, the longest time first."""
+    """Return the workers whose groups were longest in a stage, the longest first."""
     times = {name: s for (at, name), s in tally.waits.items() if at is stage}
     least = max(times.values()) / 10
     return sorted((n for n, s in times.items() if s >= least), key=lambda name: -times[name])
@@ -511,7 +512,6 @@ def _delivering(fleet: ObservedFleet, names: Sequence[str]) -> Explanation:
 
 
 def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
-    """Explain a wait for weights by the slowest hop on their way."""
     fleet = tally.seen[WaitStage.WEIGHTS]
     start = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'waits', 'wait')} for"
     waited_s = tally.in_waits()[WaitStage.WEIGHTS]
@@ -689,7 +689,7 @@ class StepParts:
 
 
 def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
-    """Return why workers had no groups in the time of a tally; None if they had enough."""
+    """Return why workers had no groups in the time of a tally, or None."""
     share = tally.idle_share
     if share < (IDLE_SHARE_NEEDLESS if parts.is_recomputing else IDLE_SHARE):
         return None

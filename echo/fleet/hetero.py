@@ -138,7 +138,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The kinds of model copies to run, and how many of a step's rollouts each generates."""
+    """The kinds of model copies to run, and the number of rollouts of each."""
 
     replicas: tuple[tuple[Replica, int], ...] = ()
     """(replica, number of copies of this kind)."""

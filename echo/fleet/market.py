@@ -162,7 +162,10 @@ class RentedFleet:
         return min([*links, offer.up_bytes_per_s] if offer.can_listen else links)
 
     def num_hops(self, offer: Offer, count: int) -> int:
-        """Return how many nodes pass a version on to the last of `count` nodes of an offer."""
+        """Return how many nodes pass a version on to the last node of an offer.
+
+        The offer has `count` nodes.
+        """
         return (count - 1 if offer.can_listen else 0) + self.has_relay(offer)
 
     def _relay_s(self, job: Job, region_name: str, counts: Counts) -> float:
@@ -199,7 +202,7 @@ class RentedFleet:
         return total + sum(self.regions[name].price_per_gb * gigabytes for name in relays)
 
     def upload_cost_per_s(self, job: Job, counts: Counts) -> float:
-        """Return the $ per second for sending rollouts, if all nodes generate at full rate."""
+        """Return the $ per second for sending rollouts, at the full rate of all nodes."""
         pairs = zip(self.offers, counts, strict=True)
         per_rollout = job.completion_tokens * job.upload_bytes_per_token / GIGABYTE
         return sum(

@@ -138,11 +138,11 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 
 
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
-    """Return the least factor by which steps must be longer to satisfy the provisioning rule.
+    """Return the least factor by which steps must be longer to satisfy the rule.
 
-    If workers keep generating and the period is S + 1, no length of steps satisfies the rule,
-    because workers and learner must take turns. Then the result is the time of a step, with the
-    learner's wait, divided by T_train.
+    It is the provisioning rule. If workers keep generating and the period is S + 1, no length of
+    steps satisfies it, because workers and learner must take turns. Then the result is the time of
+    a step, with the learner's wait, divided by T_train.
 
     Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and
     T_group = 0. The broadcast of a version and its batch take 7 + 4 s. So steps must take 11 s, and
@@ -320,7 +320,7 @@ class _Pipeline:
         return begin
 
     def _note_staleness(self, found: dict[int, float], step: int, begin: float, end: float) -> None:
-        """Add the seconds from `begin` to `end` to `found`, by the staleness of a step's batch."""
+        """Add the seconds from `begin` to `end`, by the staleness of a step's batch, to `found`."""
         installs = [*self.installed, (math.inf, -1)]
         for (since, version), (until, _) in itertools.pairwise(installs):
             part = min(end, until) - max(begin, since)
@@ -330,10 +330,11 @@ class _Pipeline:
 
 
 def _with_spread(job: Job, batch_s: float) -> float:
-    """Return the mean time of a step, if the time of a batch varies by the job's spread.
+    """Return the mean time of a step if the time of a batch varies.
 
-    A step takes max(T_train, X), where X is the time of a batch. The buffer averages X over the n
-    batches that the staleness bound allows to be made ahead. If X is normal, the mean time is
+    The job has the spread of this time. A step takes max(T_train, X), where X is the time of a
+    batch. The buffer averages X over the n batches that the staleness bound allows to be made
+    ahead. If X is normal, the mean time is
 
         T + d * (z * Phi(z) + phi(z)),    z = (mean of X - T) / d
 
@@ -349,9 +350,9 @@ def _with_spread(job: Job, batch_s: float) -> float:
 
 
 def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> Resource:
-    """Return the resource that limits the speed: a tenth more of this resource helps most.
+    """Return the resource that limits the speed.
 
-    The learner's training time is one of the resources.
+    A tenth more of it helps most. The learner's training time is one of the resources.
     """
 
     def step_s(job: Job, rate: float, broadcast_s: float, latency_s: float) -> float:

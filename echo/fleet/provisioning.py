@@ -333,7 +333,6 @@ def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
 
 
 def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Selection | None:
-    """Return the cheapest sufficient set of nodes at any of the periods, without a budget."""
     unbounded = replace(job, budget_per_h=math.inf)
     found = [select(fleet, unbounded, periods=[period]) for period in periods]
     return min(
@@ -398,9 +397,9 @@ def _with_other_period(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> 
 def slowed(
     fleet: RentedFleet, job: Job, periods: Sequence[int] | None = None
 ) -> tuple[float, Selection] | None:
-    """Return the least factor, to 1 %, by which steps must be longer so that a fleet suffices.
+    """Return the least factor by which steps must be longer for a fleet to suffice.
 
-    The learner waits for a part of each of these longer steps.
+    The factor is exact to 1 %. The learner waits for a part of each of these longer steps.
 
     Returns:
         The factor, and the cheapest fleet for steps of that length; None if even the factor
@@ -466,9 +465,9 @@ def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None
 def _least_factor(
     attempt: Callable[[float], Selection | None],
 ) -> tuple[float, Selection] | None:
-    """Return the least factor, to 1 %, with which `attempt` succeeds, and its selection.
+    """Return the least factor with which `attempt` succeeds, and its selection.
 
-    Factors from 1 to MAX_FACTOR are tried. None if `attempt` fails with all of them.
+    The factor is exact to 1 %. Factors from 1 to MAX_FACTOR are tried. None if all of them fail.
     """
     high = MAX_FACTOR
     selection = attempt(high)

@@ -181,7 +181,6 @@ class _Programme:
         return counts, 0.0 if result.status == _OPTIMAL else float(result.mip_gap)
 
     def add_tangent(self, *, rate: float, broadcast_s: float) -> None:
-        """Add the tangent of the job's convex rate constraint at this rate and broadcast time."""
         job, batch = self.job, self.job.rollouts_per_step
         row = self._row()
         row[: self.num_offers] = self.rates
@@ -250,7 +249,6 @@ class _Programme:
                 self.constraints.add(relay, 0)
 
     def _bound_broadcast(self) -> None:
-        """Require that a broadcast takes at least as long as each link to a used offer."""
         job, fleet = self.job, self.fleet
         for index, offer in enumerate(fleet.offers):
             link = fleet.link_bytes_per_s(offer)
