@@ -48,7 +48,7 @@ class Marks:
 
 
 def clean(text: str) -> str:
-    """Return text on one line, with a space in place of every unprintable character.
+    """Return text on one line, with spaces for unprintable characters.
 
     Names and notices come from remote nodes, and may contain escape sequences. These must not reach
     the terminal.

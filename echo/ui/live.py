@@ -72,7 +72,10 @@ class PlainLog:
         self._write(lines)
 
     def lines_for(self, snapshot: RunStatus) -> list[str]:
-        """Return the lines to write now: new notices, then lines on an hour, a step or a wait."""
+        """Return the lines to write now.
+
+        They are new notices, and then lines on an hour, a step or a wait.
+        """
         now = self._now()
         stamp = f"[{clock(snapshot.elapsed_s)}]"
         lines = [f"{stamp} {line}" for line in self._new_notices(snapshot.notices)]
@@ -107,7 +110,6 @@ class PlainLog:
         return [describe_progress(before, snapshot)]
 
     def _is_news(self, snapshot: RunStatus) -> bool:
-        """Return whether the newest step has metrics but no line yet."""
         return snapshot.last_step is not None and snapshot.last_step.step != self._step_shown
 
     def _step_line(self, snapshot: RunStatus) -> str:
@@ -144,7 +146,7 @@ class PlainLog:
         return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
-        """Return the notices that the last snapshot did not have; at most the newest five."""
+        """Return the newest notices that the last snapshot did not have, at most five."""
         known, self._notices = list(self._notices), notices
         # The window slides: the known lines are the longest end of the old window with which the
         # new window begins.
@@ -225,7 +227,6 @@ class _ScreenPainter:
         self._live: Live | None = None
 
     def paint(self, snapshot: RunStatus) -> None:
-        """Draw a snapshot in place of the previous one."""
         frame = _Frame(snapshot)
         if self._live is None:
             self._live = Live(
@@ -241,7 +242,6 @@ class _ScreenPainter:
             self._live.update(frame, refresh=True)
 
     def finish(self, snapshot: RunStatus) -> None:
-        """Leave the alternate screen and print the last frame on the normal screen."""
         if self._live is not None:
             self._live.stop()
         self._console.print(_Frame(snapshot))

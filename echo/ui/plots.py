@@ -129,7 +129,6 @@ def draw_curves(axes: Axes, history: MetricsHistory) -> None:
 
 
 def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | None) -> None:
-    """Draw the trained tokens' shares by staleness, and the staleness bound."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("staleness of trained tokens, steps")
@@ -181,7 +180,7 @@ _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
 def cost_plot(
     front: Mapping[str, Forecast], chosen: Forecast, out_png: Path, *, title: str
 ) -> Path:
-    """Plot the cost of fleets against the learner's idle share, and return the file's path.
+    """Plot the cost of fleets against the learner's idle share; return the path.
 
     One panel has the cost per hour, the other the cost per token. Both show the Pareto front
     `front`, and mark the `chosen` plan.
@@ -293,7 +292,6 @@ def _cost(axes: Axes, steps: Sequence[StepPoint]) -> None:
 
 
 def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
-    """Draw the times in which the learner trains and waits, with a bar for each step."""
     hours = 3600.0
     busy = [(s.begins_s / hours, (s.ends_s - s.begins_s) / hours) for s in steps]
     idle = [((s.begins_s - s.waited_s) / hours, s.waited_s / hours) for s in steps]
@@ -306,7 +304,6 @@ def _timeline(axes: Axes, steps: Sequence[StepPoint], waits: str) -> None:
 
 
 def _staleness(axes: Axes, steps: Sequence[StepPoint]) -> None:
-    """Draw the shares of tokens by staleness, with a stack for each step."""
     lags = sorted({lag for step in steps for lag in step.staleness})
     numbers = range(1, len(steps) + 1)
     shares = [
@@ -321,7 +318,6 @@ def _staleness(axes: Axes, steps: Sequence[StepPoint]) -> None:
 
 
 def _traffic(axes: Axes, links: Mapping[tuple[str, str, str], float]) -> None:
-    """Draw the bytes of each link between regions, by kind of message."""
     totals: dict[str, dict[str, float]] = {}
     for (source, target, kind), num_bytes in links.items():
         totals.setdefault(f"{source} > {target}", {})[kind] = num_bytes / 1e9

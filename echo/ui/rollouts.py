@@ -24,7 +24,7 @@ MAX_QUOTED = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Consecutive tokens of a completion that one version sampled, or that the task inserted."""
+    """Consecutive tokens of a completion from one version or from the task."""
 
     text: str
     num_tokens: int
@@ -101,12 +101,11 @@ def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
 
 
 def _parts_text(parts: Mapping[str, float]) -> str:
-    """Return the parts of a reward, such as " = correct 1 + format 0.2"; "" without parts."""
     return " = " + " + ".join(f"{name} {value:g}" for name, value in parts.items()) if parts else ""
 
 
 def _quoted(text: str) -> str:
-    """Return the end of a model's text on one line; "nothing" if it is empty."""
+    """Return the end of a model's text on one line, or "nothing"."""
     if not text:
         return "nothing"
     line = one_line(text.replace("\n", " "))
@@ -114,12 +113,10 @@ def _quoted(text: str) -> str:
 
 
 def _indented(text: str, width: int) -> str:
-    """Indent each line of a model's text by `width`, and escape control characters."""
     return "\n".join(" " * width + one_line(line) for line in text.split("\n"))
 
 
 def _versions(parts: Sequence[Part]) -> Iterator[str]:
-    """Yield, for each version that sampled tokens, its name and its number of tokens."""
     for version in dict.fromkeys(part.version for part in parts if part.is_sampled):
         number = sum(p.num_tokens for p in parts if p.is_sampled and p.version == version)
         yield f"{version} {number} tokens"

@@ -178,7 +178,7 @@ def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[Re
 
 
 def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
-    """Return a table with a row for each bin: its label, a bar, its share, and a note."""
+    """Return a table with a label, a bar, a share and a note for each bin."""
     counts = [count for _, count, _ in bins]
     table = Table.grid(padding=(0, 1, 0, 0), expand=True)
     table.width = width
@@ -240,7 +240,6 @@ def _slowest(link: LinkStatus | None) -> tuple[str, str]:
 
 
 def _older(versions: Sequence[VersionStatus]) -> str:
-    """Return text on older versions still on their way; "" if there are none."""
     return ", ".join(f"{clean(each.version)} to {each.num_nodes} more" for each in versions)
 
 
@@ -250,7 +249,7 @@ def _cadence(snapshot: RunStatus) -> str:
 
 
 def speed_row(speed: SpeedStatus) -> Text:
-    """Return a row with the learner's speed and the seconds of each part of a step."""
+    """Return a row with the learner's speed and the times of a step's parts."""
     parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
     if speed.mfu is not None:
         parts.append(f"{speed.mfu:.0%} MFU")
@@ -260,7 +259,7 @@ def speed_row(speed: SpeedStatus) -> Text:
 
 
 def cost_rows(cost: CostStatus, width: int) -> list[Text]:
-    """Return a row with the costs of the run, and one with the last change of active workers.
+    """Return a row with the costs, and a row on the last change of active workers.
 
     The second row is missing before the first change.
     """
@@ -288,7 +287,7 @@ def cost_rows(cost: CostStatus, width: int) -> list[Text]:
 
 
 def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Text]:
-    """Return a table of nodes: a heading, a row for each node, and a row on hidden nodes.
+    """Return a table with a heading, a row for each node, and a row on hidden nodes.
 
     The table has at most `height` rows. Columns that do not fit are left out, the least important
     first. If not all nodes fit, nodes in trouble and nodes that are not workers are shown first.
@@ -331,9 +330,9 @@ def node_rows(nodes: Sequence[NodeStatus], width: int, *, selected: str = "") ->
 
 
 def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
-    """Return a row with the number of refused or dropped groups, the commonest reason first.
+    """Return a row with the number of refused or dropped groups by reason.
 
-    Without such groups there is no row.
+    The commonest reason comes first. Without such groups there is no row.
     """
     counts = sorted(((n, reason) for reason, n in refused.items() if n), reverse=True)
     if not counts:
@@ -357,7 +356,7 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: RunStatus) -> str:
-    """Return text on the share of waiting in the learner's time, recently and since its start."""
+    """Return text on how much the learner waited, recently and since its start."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 
@@ -378,7 +377,7 @@ def _progress(done: float, total: float, width: int) -> ProgressBar:
 
 
 def _percent(share: float) -> str:
-    """Return a share as text of five characters; a positive share is never shown as zero."""
+    """Return a share as text of five characters, above zero if the share is."""
     if 0 < share < 0.001:
         return "<0.1%"
     return f"{share:5.1%}" if share < 0.9995 else " 100%"
@@ -406,7 +405,7 @@ def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
 
 
 def node_order(node: NodeStatus) -> tuple[int, list[tuple[int, str]]]:
-    """Return a node's sort key: by role, then by name with numbers in numeric order.
+    """Return a node's sort key: by role, then by name, with numbers as numbers.
 
     So the node w2 is shown before w10.
     """
@@ -433,7 +432,6 @@ class _Column:
 
 
 def _align(cell: str, column: _Column) -> str:
-    """Pad a cell to its column's width: words to the left, numbers to the right."""
     missing = " " * max(column.width - cell_len(cell), 0)
     text = missing + cell if column.is_number else cell + missing
     return set_cell_size(text, column.width)
@@ -503,7 +501,7 @@ def render_live(
     has_chart: bool = True,
     table: Callable[[int, int], list[Text]] | None = None,
 ) -> Group:
-    """Return a snapshot as rows of text that fill `width` and are at most `height` rows.
+    """Return a snapshot as rows that fill `width`, at most `height` rows.
 
     Args:
         snapshot: the status of the run.

@@ -83,7 +83,7 @@ class _Feed:
         self._thread.start()
 
     def put(self, step: int, write: Callable[[_Mirror], None]) -> None:
-        """Queue a call that writes something of `step` to the mirror, and return at once."""
+        """Queue a call that writes to the mirror, and return at once."""
         if self._has_failed:
             return
         try:
@@ -149,7 +149,7 @@ class MetricsWriter:
         prometheus: str | None = None,
         config: Mapping[str, object] | None = None,
     ) -> None:
-        """Open metrics.jsonl, remove a line that a crash has cut off, and start the mirrors.
+        """Open metrics.jsonl, repair its end after a crash, and start the mirrors.
 
         Args:
             run_dir: directory of the run, created if it is missing; the wandb run has the
@@ -238,7 +238,10 @@ class MetricsWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove the last line of a file if a crash has cut it off before its line end."""
+    """Remove the last line of a file if a crash has cut it off.
+
+    Such a line has no line end.
+    """
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -258,7 +261,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Metric) -> float | dict[str, float | str]:
-    """Return a metric in Python's own types, such as float for a number of numpy."""
+    """Return a metric in Python's own types, without numpy's."""
     if isinstance(value, Mapping):
         return {
             str(name): each if isinstance(each, str) else _number(each)
@@ -283,8 +286,6 @@ def _import(sink: str) -> ModuleType:
 
 
 class _TensorBoard:
-    """Writes event files with TensorBoard's own writer, which needs no torch."""
-
     remedy = "free some disk space, and resume the run to have it back"
 
     def __init__(self, directory: Path) -> None:
@@ -378,7 +379,6 @@ class _Wandb:
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """Return the id of the wandb run of `run_dir`, stored in a file there."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(4).hex(), encoding="ascii")

@@ -118,7 +118,6 @@ def _reference(last: Sequence[MetricsRow]) -> str:
 
 
 def _cost(train: Sequence[MetricsRow]) -> str:
-    """Return text on the run's cost, including the time before a resume."""
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
         return ""
@@ -128,7 +127,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """Return text on continued groups: their number, their age, and the tokens left out."""
+    """Return text on the number, age and lost tokens of continued groups."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -365,7 +364,6 @@ def _facts(summary: RunSummary) -> Table:
 
 
 def _tokens(summary: RunSummary) -> Text:
-    """Return text on the numbers of sampled, trained and dropped tokens."""
     trained = f"{sum(summary.staleness_tokens.values())} trained"
     if not summary.num_sampled:
         return Text(trained)
@@ -396,7 +394,6 @@ def _paths(run_dir: Path) -> dict[str, Path]:
 
 
 def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
-    """Return commands that continue the run, try another staleness bound, and load the model."""
     run, sync = _section(config, "run"), _section(config, "sync")
     # Broken into lines with backslashes, so that they can be copied from a narrow terminal.
     config_path = shlex.quote(str(run_dir / "config.json"))
@@ -416,7 +413,6 @@ def _next_commands(run_dir: Path, config: MetricsRow) -> list[str]:
 
 
 def _reads_images(model_dir: Path) -> bool:
-    """Return whether the model reads images, so that transformers needs another class."""
     path = model_dir / "config.json"
     return path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8"))
 

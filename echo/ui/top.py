@@ -172,7 +172,7 @@ class TopScreen:
         self._selected = names[at]
 
     def _ask(self, key: str) -> None:
-        """Ask for the confirmation of a key's operation, or say why it is not possible."""
+        """Ask the user to confirm a key's operation, or say why it is not possible."""
         if self.status is None:
             return
         if not self.may_operate:

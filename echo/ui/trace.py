@@ -177,7 +177,6 @@ class _Leases:
         return []
 
     def end_all(self, how: str) -> list[tuple[Granted, str]]:
-        """End all leases, and return them with the way in which they ended."""
         return [(lease, how) for group in list(self._held) for lease in self._end_group(group)]
 
     def _end(self, record: Accepted | Cancelled | Refused, how: str) -> list[tuple[Granted, str]]:
@@ -244,7 +243,7 @@ class _Rows:
         self._ends: list[float] = []
 
     def take(self, start: float, end: float) -> int:
-        """Return the number of the first row that is free at `start`, and use it until `end`."""
+        """Return the first row that is free at `start`, and use it until `end`."""
         for row, free_from in enumerate(self._ends):
             if free_from <= start:
                 self._ends[row] = end

@@ -60,7 +60,7 @@ class StatusLine(logging.StreamHandler[TextIO]):
 
 
 class WorkerStatus:
-    """Reports a worker's tokens per second, groups and version on its terminal or in its log."""
+    """Reports a worker's speed, groups and version on its terminal or in its log."""
 
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
         """Start with no measurement of the speed."""

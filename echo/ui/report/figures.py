@@ -299,7 +299,7 @@ def _set_log(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _by_step(axes: Axes, runs: Sequence[ReportedRun]) -> None:
-    """Label the axis of steps; mark the steps at which a single run was resumed."""
+    """Label the axis of steps, and mark the resumes of a single run."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("optimizer step")
@@ -316,7 +316,6 @@ def _by_step(axes: Axes, runs: Sequence[ReportedRun]) -> None:
 
 
 def _legend(axes: Axes, *, title: str | None = None) -> None:
-    """Draw the legend below the axes, in as few lines as its labels allow."""
     handles, labels = axes.get_legend_handles_labels()
     longest = max(len(label) for label in labels)
     num_columns = max(1, min(len(labels), LEGEND_CHARACTERS // (longest + 6)))
@@ -339,7 +338,10 @@ def _colors(number: int) -> list[str]:
 
 
 def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the mean rewards of steps, and evaluations; the spread too if there is one run."""
+    """Draw the mean rewards of steps and of evaluations.
+
+    A single run also has its spread.
+    """
     drawn = False
     values: list[float] = []
     for color, run in zip(_colors(len(runs)), runs, strict=True):
@@ -373,7 +375,6 @@ PART = re.compile(r"reward/(.+)/mean")
 
 
 def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the mean of each part of the rewards, smoothed."""
     rows = runs[0].history.train
     parts = {name: part[1] for row in rows for name in row if (part := PART.fullmatch(name))}
     names = sorted(parts)[: len(COLORS)]
@@ -457,7 +458,6 @@ def _share(tokens: Mapping[int, float], lag: int, *, is_last: bool) -> float:
 
 
 def _shades(number: int) -> list[str]:
-    """Return colours from light to dark blue, one for each staleness."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -494,7 +494,6 @@ _STAGE_COLORS = ("#dd8452", "#e7a977", "#c44e52", "#f0c9a4", "#8c564b", "#e377c2
 
 
 def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw when the learner trained, waited, made versions and evaluated."""
     run = runs[0]
     steps = [row for row in run.steps if row.get("time/step") is not None]
     if not steps:
@@ -532,13 +531,12 @@ def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _wait_span(row: MetricsRow) -> tuple[float, float]:
-    """Return start and length of a step's wait, which ends when the step's training begins."""
+    """Return start and length of a step's wait, which ends when training begins."""
     waited_s = min(row.get("time/wait_for_batch") or 0.0, row["time/step"])
     return row["time"] - (row.get("time/train") or 0.0) - waited_s, waited_s
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
-    """Return the name and the seconds of a unit of time that suits an axis of this length."""
     if seconds < 300:
         return "seconds", 1.0
     return ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)
@@ -590,7 +588,6 @@ def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
 
 
 def _waiting(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the share of each step's time in which the learner waited, a line for each run."""
     drawn = False
     for color, run in zip(_colors(len(runs)), runs, strict=True):
         rows = [row for row in run.history.train if row.get("time/step")]
@@ -626,7 +623,6 @@ def _link_bytes(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _goodput(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the measured rates of each link: their range and their median."""
     rates: dict[str, list[float]] = {}
     for row in runs[0].rows:
         for name, rate in (row.get("links/goodput") or {}).items():
@@ -653,7 +649,6 @@ def _byte_unit(num_bytes: float) -> tuple[float, str]:
 
 
 def _node_costs(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the $ that each node has cost, with machine and traffic."""
     totals = {name: cost for name, cost in runs[0].totals("cost/by_node").items() if cost > 0}
     if not totals:
         return False
@@ -688,7 +683,7 @@ def _bars(
 
 
 def short(name: str) -> str:
-    """Return a name so that matplotlib draws it as plain text, short and printable.
+    """Return a name that matplotlib draws as short, plain, printable text.
 
     A first underscore is removed, because a legend leaves out labels that begin with one.
     """

@@ -166,7 +166,6 @@ def _unfolded(name: str, lines: Sequence[str]) -> dict[str, str]:
 
 
 def _lines(text: str) -> str:
-    """Escape unprintable characters other than line breaks."""
     return "\n".join(map(one_line, text.split("\n")))
 
 

@@ -174,7 +174,7 @@ class ReportedRun:
         return section if isinstance(section, dict) else {}
 
     def totals(self, table: str) -> dict[str, float]:
-        """Return the sum of each entry of a table of metrics over all rows, largest first."""
+        """Return the sums of a table's entries over all rows, largest first."""
         totals: Counter[str] = Counter()
         for row in self.rows:
             totals.update(row.get(table) or {})
@@ -234,7 +234,6 @@ class _Facts:
         self.checkpoint: int | None = None
 
     def add(self, record: AnyRecord) -> None:
-        """Add a record, in the order of the ledger."""
         self.last_at = record.at
         match record:
             case Began():
@@ -306,7 +305,7 @@ def utc(at: float) -> str:
 
 
 def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
-    """Return the waits that were longer than usual, the longest first, up to a number."""
+    """Return the longest of the unusually long waits, the longest first."""
     steps = [row for row in rows if row.get("time/wait_for_batch") is not None]
     if not steps:
         return []
@@ -327,13 +326,12 @@ def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
 
 
 def explanation_of(row: MetricsRow) -> str:
-    """Return a row's explanation of a wait or of idle workers; empty if the row has none."""
+    """Return a row's explanation of a wait or of idle workers, or ""."""
     found: Any = row.get("explain")
     return str(found.get("text", "")) if isinstance(found, dict) else ""
 
 
 def _stages(row: MetricsRow) -> str:
-    """Return text with the learner's waits and their reasons; "" if not recorded."""
     stages = {
         name.removeprefix(WAIT): value
         for name, value in row.items()
@@ -397,7 +395,6 @@ def _newest(rows: Iterable[MetricsRow], table: str) -> dict[str, float]:
 
 
 def _log_lines(run_dir: Path) -> list[str]:
-    """Return the last lines of the learner's log; empty if there is none."""
     try:
         with (run_dir / "logs" / "learner.log").open("rb") as file:
             file.seek(0, 2)
@@ -409,7 +406,7 @@ def _log_lines(run_dir: Path) -> list[str]:
 
 
 def differing_settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Return key -> its value in each run, for the settings in which runs differ."""
+    """Return key -> values in the runs, for settings in which they differ."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted({key for settings in flat for key in settings})
     found = {key: [settings.get(key, "-") for settings in flat] for key in keys}
