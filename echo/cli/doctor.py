@@ -78,7 +78,6 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _show(finding: Finding, console: Console) -> None:
-    """Print a finding, with its importance and remedy if it has them."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -184,7 +183,6 @@ async def _try_links(config: Config, source: JoinSource) -> list[LinkReport]:
 
 
 def _compare(config: Config, report: LinkReport) -> Iterator[Finding]:
-    """Compare a worker's settings, model, tokenizer and template with the learner's."""
     welcome = report.welcome
     assert welcome is not None
     differing = check_inherited(config, welcome.settings)

@@ -137,7 +137,6 @@ def find_target(arguments: Namespace) -> EvalTarget:
 
 
 def _overrides(arguments: Namespace) -> list[str]:
-    """Return the command line's options as overrides of the configuration."""
     found = ["eval.interval_steps=1"]  # the command evaluates, whether or not the run does
     if arguments.task is not None:
         found += ["task.options={}", override_of("task.kind", arguments.task)]

@@ -47,7 +47,6 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _when(stall: Stall) -> str:
-    """Return text with the steps of a stall and the learner's wait in them."""
     if stall.is_open:
         return f"after step {stall.last_step}, and the wait had not ended"
     steps = f"step {stall.first_step}"

@@ -91,7 +91,7 @@ def handled(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Raise SystemExit at the first signal within the block; end the process at the second.
+    """Raise SystemExit at the first signal within the block.
 
     SystemExit lets `finally` blocks run. The second signal ends the process without them.
     """
@@ -123,10 +123,10 @@ def leave_terminal() -> None:
 
 
 def hurry(code: int) -> None:
-    """End this process with `code` after at most HURRY_S, even if its threads still run.
+    """End this process with `code` after at most HURRY_S.
 
     Python waits for every thread before it ends. A thread that loads a model, makes a step or waits
-    for a reward cannot be stopped.
+    for a reward cannot be stopped. So this function does not wait for threads.
     """
     timer = threading.Timer(HURRY_S, os._exit, [code])
     timer.daemon = True

@@ -211,7 +211,7 @@ def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> I
 
 
 def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
-    """Return why no file can be written into a directory; "" if files can be written.
+    """Return why no file can be written into a directory, or "".
 
     Args:
         directory: the directory to write into.
@@ -228,7 +228,7 @@ def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
 
 
 def _check_files(config: Config, role: Role) -> None:
-    """Check, by the files on this machine, that a learner or worker can use its model.
+    """Check by this machine's files that a learner or worker can use its model.
 
     Raises:
         EchoError: the error that starting the node would raise.
@@ -268,7 +268,10 @@ def check_model(config: Config, role: str) -> None:
 
 
 def _check_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
-    """Return the faults of a learner's task and data, and a preview; nothing for other roles."""
+    """Return the faults of a learner's task and data, and a preview.
+
+    For other roles there are none.
+    """
     if role != "learner":
         return StartCheck()
     try:
@@ -338,7 +341,7 @@ def _attention_notice(config: Config) -> list[str]:
 
 
 def _gpu_bytes(config: Config, role: Role) -> int | None:
-    """Return the free bytes of the GPU of this role; None if it uses the CPU."""
+    """Return the free bytes of this role's GPU; None if it uses the CPU."""
     if role == "relay":
         return None
     device = config.learner.device if role == "learner" else config.worker.device
@@ -362,9 +365,10 @@ launcher forwards it.
 
 
 class NodeSignals:
-    """Drains a node at the first signal, stops it at the second, kills the process at the third.
+    """Drains a node at the first signal, stops it at the second.
 
-    A signal within SAME_SIGNAL_S of a counted signal is ignored.
+    The third signal kills the process. A signal within SAME_SIGNAL_S of a counted signal is
+    ignored.
     """
 
     def __init__(self, node: Node) -> None:
@@ -395,7 +399,7 @@ class NodeSignals:
 
 
 async def run_node(node: Node, event_log: EventLog | None = None) -> str:
-    """Run a node until it ends by itself or a signal ends it; return why it ended.
+    """Run a node until it ends or a signal ends it; return the reason.
 
     NodeSignals handles the signals. The node's events are written to `event_log`, which is closed
     when the node ends.
@@ -602,7 +606,7 @@ def run_learner(
 
 
 def report_finished(config: Config) -> bool:
-    """Return whether a run has made all of `run.max_steps`; print a line if it has.
+    """Print a line if a run has made all of `run.max_steps`; return whether it has.
 
     Each process of a learner calls this function. Only the process of rank 0 prints.
 
@@ -627,9 +631,9 @@ class Operator:
     def __init__(
         self, run_dir: Path, metrics: MetricsWriter, view: LiveView, board: NoticeBoard
     ) -> None:
-        """Pass metrics to `metrics`, and the status and the log lines of `board` to `view`.
+        """Pass metrics to `metrics`, and the status and log lines to `view`.
 
-        The status is also written into `run_dir`.
+        The log lines are those of `board`. The status is also written into `run_dir`.
         """
         self.write_metrics = metrics.write
         self.write_samples = metrics.write_samples
@@ -769,7 +773,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_dry_run(arguments: argparse.Namespace, config: Config) -> None:
-    """Print what would start, or raise a ConfigError with all problems."""
     resume = _goes_on(arguments, config)
     check = check_start(config, arguments.role, resume=resume, log_events=arguments.log_events)
     print_texts([dry_run(config, arguments.role, num_ranks=_num_ranks(), check=check)])
@@ -871,7 +874,6 @@ def find_config_of(
 
 
 def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
-    """Return whether the node resumes a run, by `--resume` or because the run has begun."""
     return bool(arguments.resume or (arguments.resume_or_begin and has_begun(config.run_dir)))
 
 
@@ -909,9 +911,10 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
 
 
 def join_awaited(config: Config, role: str) -> Path | None:
-    """Return the path of the join string that a start would wait for, or None.
+    """Return the path of the join string that a start would wait for.
 
-    A node waits for the join string of a learner on this machine that has not started yet.
+    A node waits for the join string of a learner on this machine that has not started yet. If it
+    would not wait, the result is None.
     """
     if role == "learner" or not config.security.curve or _is_join_known(config, role):
         return None
@@ -936,12 +939,11 @@ def _own_join(config: Config) -> Path:
 
 
 def _is_join_known(config: Config, role: str) -> bool:
-    """Return whether the settings contain a join string, or name an existing file of it."""
+    """Return whether the settings have a join string, or a file with it."""
     return config.security.join is not None or any(map(has_secret, _dialled(config, role)))
 
 
 def _is_own_learner(config: Config, role: str) -> bool:
-    """Return whether a node dials only addresses of this machine."""
     return all(map(is_own_machine, _dialled(config, role)))
 
 
@@ -1069,7 +1071,6 @@ def _is_first_rank() -> bool:
 
 
 def _num_ranks() -> int:
-    """Return the number of the learner's processes, from torchrun's WORLD_SIZE."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal():
         raise ConfigError(f"WORLD_SIZE = {text!r} in the environment is no number; unset it")

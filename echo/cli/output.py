@@ -42,10 +42,11 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class LogFormatter(logging.Formatter):
-    """Formats a record so that a peer's text neither imitates a record nor controls a terminal.
+    """Formats a record so that a peer's text can do no harm.
 
-    Unprintable characters are escaped, and keys are cut from addresses. All lines of a record after
-    the first, such as a traceback, are indented.
+    The text can neither imitate a record nor control a terminal. Unprintable characters are
+    escaped, and keys are cut from addresses. All lines of a record after the first, such as a
+    traceback, are indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -107,7 +108,10 @@ class LogFile(logging.FileHandler):
         self._has_failed &= self._fails
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
-        """Log why a record was not written, once for several records that fail in a row."""
+        """Log why a record was not written.
+
+        Several records that fail in a row cause one log line.
+        """
         self._fails = True
         if not self._has_failed:
             self._has_failed = True
@@ -118,7 +122,7 @@ class LogFile(logging.FileHandler):
 def make_log(
     name: str, *, to_file: Path | None, to_terminal: bool, is_json: bool = False
 ) -> logging.Logger:
-    """Return the log of a node, which writes to a file, to standard error, or to both.
+    """Return the log of a node, which goes to a file, to standard error, or both.
 
     Its lines are text, or JSON objects if `is_json`. The log also gets the messages of engines, and
     the warnings of the transport, of tasks and of the rest of the runtime.
@@ -202,7 +206,10 @@ def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
 
 
 def print_texts(texts: Iterable[str]) -> None:
-    """Print each text on a line; stop quietly if the reader closes the pipe, as `head` does."""
+    """Print each text on a line.
+
+    If the reader closes the pipe, as `head` does, stop quietly.
+    """
     try:
         for text in texts:
             print(text)

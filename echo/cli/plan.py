@@ -242,12 +242,11 @@ def _sensitivity_table(plan: Provisioning) -> Table:
 
 
 def _signed(value: float, digits: int) -> str:
-    """Return a change as text with its sign; a change that rounds to 0 gets no sign."""
     return f"{round(value, digits):+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """Return text on why there is no plan, and on the smallest changes that would help."""
+    """Return text on why there is no plan, and which changes would help."""
     lines = ["no fleet on offer is sufficient:"]
     lines += [f"  {reason}" for reason in refusal.reasons]
     if not refusal.remedies:
@@ -341,7 +340,7 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _stem(offer: str) -> str:
-    """Return an offer's name in the form in which names of files and workers begin.
+    """Return an offer's name, fit to begin names of files and workers.
 
     Characters that are unsafe in a file's name or on a command line become dashes.
     """
@@ -349,7 +348,10 @@ def _stem(offer: str) -> str:
 
 
 def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) -> dict[str, str]:
-    """Return name -> text of the files that start the plan's workers, one for each offer."""
+    """Return name -> text of the files that start the plan's workers.
+
+    There is one file for each offer.
+    """
     found = {}
     for row, offer, count in _used(request, plan):
         least = least_of(request, plan, row)
@@ -368,7 +370,6 @@ def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) ->
 
 
 def _learner_prices(request: FleetRequest, plan: Provisioning) -> list[str]:
-    """Return the learner's settings for its price, its traffic and the hourly budget."""
     sets = [f"learner.price_per_h={request.learner.price_per_h:g}"]
     dearest = max(request.regions[row.region].price_per_gb for row, _, _ in _used(request, plan))
     if dearest:
@@ -483,7 +484,6 @@ def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
 
 
 def _worker_command(request: FleetRequest, num_gpus: int) -> str:
-    """Return the command line of one worker that samples on `num_gpus` GPUs."""
     sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
     if num_gpus > 1:
         sets.append(f"engine.options.tensor_parallel_size={num_gpus}")
@@ -574,7 +574,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def plan_fleet(request: FleetRequest, arguments: argparse.Namespace, console: Console) -> int:
-    """Print the plan of a request, and write it to the directory of --out; return the exit code.
+    """Print the plan of a request and write it to --out; return the exit code.
 
     With --for, the files that start the workers are written there, too.
 
@@ -605,7 +605,7 @@ def plan_fleet(request: FleetRequest, arguments: argparse.Namespace, console: Co
 
 
 def rollouts_text(job: Job) -> str:
-    """Return text on how many rollouts a step trains on, and how many are sampled."""
+    """Return text on a step's numbers of trained and sampled rollouts."""
     trained = job.groups_per_step * job.group_size
     if job.useful_share == 1:
         return f"{trained} rollouts per step"

@@ -156,7 +156,7 @@ class WarmupBar:
 
 
 class SmallModel:
-    """The small model of a task; the first quickstart of the task makes and warms it up."""
+    """The small model of a task, made and warmed up by the first quickstart."""
 
     def __init__(self, task_name: str, *, for_vllm: bool) -> None:
         """Choose the model for a task; for vLLM its attention heads are wider."""
@@ -212,7 +212,10 @@ def find_pretrained(name: str, console: Console) -> str:
 
 
 def thread_settings(num_cores: int, num_workers: int) -> list[str]:
-    """Return overrides that give half of the cores to the learner, the rest to the workers."""
+    """Return overrides that divide the cores between learner and workers.
+
+    The learner gets half of the cores.
+    """
     learner = max(1, num_cores // 2)
     worker = max(1, (num_cores - learner) // num_workers)
     return [f"learner.num_threads={learner}", f"worker.num_threads={worker}"]
@@ -223,9 +226,10 @@ SHARED_OUT = 0.6
 
 
 def share_settings(config: Config, num_workers: int) -> list[str]:
-    """Return the override that divides a GPU among the workers' vLLM engines; none on a CPU.
+    """Return the override that divides a GPU among the workers' vLLM engines.
 
     By default one vLLM engine takes most of a GPU. The engine of a second worker would not start.
+    On a CPU there is no override.
     """
     if not isinstance(config.engine, VllmSection):
         return []
@@ -277,10 +281,11 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
 
 
 def free_ports_of(path: Path, held: ExitStack) -> None:
-    """Replace ports in a run's config.json that other programs use, so the run can be resumed.
+    """Replace ports in a run's config.json that other programs use.
 
-    Overrides cannot replace the ports. The learner refuses a changed address as unsafe, because
-    nodes that were not restarted would dial the old one. The quickstart restarts all nodes.
+    So the run can be resumed. Overrides cannot replace the ports. The learner refuses a changed
+    address as unsafe, because nodes that were not restarted would dial the old one. The quickstart
+    restarts all nodes.
 
     Args:
         path: the run's config.json.
@@ -536,7 +541,7 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
 
 
 def describe_end(node: NodeProcess) -> str:
-    """Return text on how a node failed, with the last line of its output.
+    """Return text on how a node failed, with its last line of output.
 
     The text is "" while the node runs, and after it ended with exit code 0.
     """
@@ -551,10 +556,11 @@ def describe_end(node: NodeProcess) -> str:
 
 
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
-    """Wait `grace_s` for the nodes to end by themselves, then send SIGTERM twice, then SIGKILL.
+    """Wait for the nodes to end, then send SIGTERM twice, then SIGKILL.
 
-    On the first SIGTERM a worker stops its engine and saves unfinished rollouts. On the second it
-    ends its engine and its reward processes. They would outlive the worker if it were killed.
+    The nodes have `grace_s` to end by themselves. On the first SIGTERM a worker stops its engine
+    and saves unfinished rollouts. On the second it ends its engine and its reward processes. They
+    would outlive the worker if it were killed.
     """
     running = still_running(nodes, within_s=grace_s)
     for patience_s in (SAVE_S, STOP_S):

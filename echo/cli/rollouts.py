@@ -98,7 +98,6 @@ def _none_found(
 
 
 def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Iterator[ShownRollout]:
-    """Yield NUM_NEWEST rollouts: those of the newest group first, then earlier ones."""
     number = 0
     for each in reversed(stored):
         for rollout in rollouts_of(run_dir, [each], decode):
@@ -162,7 +161,7 @@ def _shown(
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the completion in parts, each sampled by one version or inserted by the task.
+    """Yield the completion in parts; each is from one version or from the task.
 
     Within a part each token follows the one before it. So a branch of the tree begins a new part.
     """
@@ -214,7 +213,6 @@ def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollo
 
 
 def _row(rollout: ShownRollout) -> dict[str, Any]:
-    """Return a rollout as a row of JSON or Parquet."""
     low, high = rollout.staleness or (None, None)
     return {
         "group": rollout.group,

@@ -240,7 +240,6 @@ def waits(summary: Summary) -> str:
 
 
 def _events_text(summary: Summary) -> list[str]:
-    """Return lines on changes of the active workers: their number, and the last ones."""
     lines = []
     if summary.cost_as_counted is not None:
         lines.append(
@@ -342,7 +341,7 @@ def bill_row(bill: BillRecord | None) -> dict[str, Any]:
 
 
 def step_costs(scenario: Scenario, history: History) -> list[float]:
-    """Return, for each step, the $ spent from the start to the end of that step."""
+    """Return, for each step, the $ spent until its end."""
     relays = sum(region.relay_price_per_h for region in scenario.fleet.regions.values())
     hourly = relays + scenario.job.learner_price_per_h
     found = []

@@ -45,7 +45,9 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def present_status(target: Target) -> tuple[RunStatus, str]:
-    """Return the status of a run, and a line on its age; "" if the learner answered.
+    """Return the status of a run, and a line on its age.
+
+    The line is "" if the learner answered.
 
     Raises:
         EchoError: if no learner answers, and no status was saved on this machine.

@@ -78,7 +78,7 @@ class TerminalWatcher:
         self._draw()
 
     def say(self, text: str) -> None:
-        """Draw a line, such as the state of the connection or the result of an operation."""
+        """Draw a line, for example on the connection or an operation's result."""
         self._screen.say(text)
         self._draw()
 
