@@ -31,7 +31,7 @@ LOST_LINK = "lost link"
 
 
 class ControlLink:
-    """Dials the learner's addresses in turn, and ends the node if it can join at none of them."""
+    """Dials the learner's addresses in turn, and ends the node if all fail."""
 
     def __init__(
         self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float
@@ -106,7 +106,7 @@ class ControlLink:
         self._connection.greeted_at = now
 
     def greeted(self, node_id: str, *, now: float) -> list[Action]:
-        """Handle the Greeted of the node at the other end; send Hello over a new connection."""
+        """Handle the other end's Greeted; send Hello over a new connection."""
         if self._connection is None or self._connection.node_id:
             return []
         self._connection.node_id = node_id
@@ -131,9 +131,10 @@ class ControlLink:
         return []
 
     def leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address, and dial the next address or stop the node.
+        """Count a refusal by the present address, and leave it.
 
-        The process that answers at the present address may be dishonest.
+        The node dials the next address or stops. The process at the present address may be
+        dishonest.
         """
         if self._connection is None or self.joining.state is NodeState.STOPPED:
             return []
@@ -142,7 +143,7 @@ class ControlLink:
         return stop or [Note("warning", text, reason), *self.dial_next(now)]
 
     def _refused(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address; stop the node if all addresses refuse it."""
+        """Count a refusal by the present address; stop once all addresses refuse."""
         self._num_refusals[self.address] += 1
         addresses = self._parents.learner_addresses
         if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
@@ -183,7 +184,7 @@ class ControlLink:
         return self.lost_at + self._settings.reconnect_for_s
 
     def expire(self, *, is_leaving: bool, now: float) -> list[Action]:
-        """Repeat the joining message that has no answer yet, dial the next address, or stop."""
+        """Repeat an unanswered joining message, dial the next address, or stop."""
         joining = self.joining
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not is_leaving:
@@ -203,7 +204,6 @@ class ControlLink:
         return [Note("warning", text, "silent learner"), *self.dial_next(now)]
 
     def _describe_failure(self) -> str:
-        """Return the operator's error text and remedies: the learner cannot be reached."""
         role, run_id = self._settings.role, self.joining.run_id
         since = f"run {run_id} last answered" if run_id else f"this {role} started"
         text = (

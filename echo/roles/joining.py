@@ -93,7 +93,7 @@ State = TypeVar("State", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[State]):
-    """The effect of an event in one state: the next state `then`, if any, and `handle`."""
+    """The effect of an event in one state: the next state, if any, and a method."""
 
     handle: Callable[..., list[Action]]
     then: State | None = None
@@ -157,7 +157,7 @@ def hash_hello(hello: Hello) -> bytes:
 
 
 def _arriving(message: Any) -> Any:
-    """Return a message as its receiver decodes it: an int in a float field becomes a float."""
+    """Return a message as its receiver decodes it, with floats in float fields."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
@@ -236,7 +236,7 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Action):
-    """Build task and engine from the learner's settings and files, then report their hashes."""
+    """Build task and engine from the learner's settings and files; then report their hashes."""
 
     settings: dict[str, Any]
     assets: dict[str, bytes]
@@ -304,7 +304,7 @@ class Assets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """The settings that a node needs to join, taken from the node's own configuration."""
+    """The settings with which a node joins, from its own configuration."""
 
     node_id: str
     role: str
@@ -372,7 +372,7 @@ class AnswerToAnother:
 
 @dataclass(frozen=True, slots=True)
 class AnotherChannel:
-    """Event: a second Welcome for the same Hello has other keys: the learner was restarted."""
+    """Event: a second Welcome has other keys, because the learner was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,9 +444,9 @@ class Joining:
         return self._take(self._classify(message), payload, now)
 
     def forgery(self, message: Message) -> tuple[str, str] | None:
-        """Return (reason, detail) if a message is a Welcome that the learner has not signed.
+        """Return (reason, detail) if a Welcome is not signed by the learner, else None.
 
-        Otherwise return None. No field of a Welcome may be used before this check.
+        No field of a Welcome may be used before this check.
         """
         fault = None
         if isinstance(message, Welcome):
@@ -523,7 +523,7 @@ class Joining:
         return message
 
     def _take(self, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out the table's entry for an event; no other code changes the state."""
+        """Carry out the table's entry for an event, the only way to change the state."""
         step = self.TABLE[self.state][type(event)]
         if step.then is not None:
             self.state = step.then
@@ -611,7 +611,6 @@ class Joining:
         ]
 
     def _prepare(self, message: Welcome, now: float) -> list[Action]:
-        """Fetch missing files, and then build task and engine unless they are built."""
         if self._digests is not None:
             return self.configured(self._digests, now=now)
         if not self._is_building:
@@ -621,7 +620,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
-        """Return (reason, detail) if a signed Welcome does not fit this node, else None."""
+        """Return (reason, detail) if a signed Welcome does not fit this node, or None."""
         if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
             return (
                 "another_run",
@@ -660,7 +659,6 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _configure(self, now: float) -> list[Action]:
-        """Return the action that builds task and engine; nothing while they are being built."""
         self.retry_at = now + self.heartbeat_s
         if self._is_building:
             return []
@@ -814,7 +812,7 @@ class ReadyRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyOfAnother:
-    """Event: a Ready came from another process than the one that got the Welcome."""
+    """Event: a Ready came from a process that did not get the Welcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -831,7 +829,7 @@ class AdmittingRole(Protocol):
     """The learner's role, as `Admission` uses it."""
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
-        """Take back the leases of a node that left or was replaced by a new process."""
+        """Take back the leases of a node that left or was replaced."""
 
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
@@ -881,7 +879,7 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node sends a message over a new link without a Hello.
+        """Return whether a known node skips Hello on a new link.
 
         Messages about joining need no Hello.
         """
@@ -988,7 +986,7 @@ class Admission:
         return ReadyRefused("digest_mismatch", fault, member.hello_hash)
 
     def _take(self, source: str, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out the table's entry for an event; no other code changes a node's presence."""
+        """Carry out the table's entry for an event, the only way to change a presence."""
         step = self.TABLE[self._presence_of(source)][type(event)]
         member = self.roster.nodes.get(source)
         if step.then is not None:
@@ -1018,7 +1016,6 @@ class Admission:
         ]
 
     def _welcome(self, member: Member, message: Hello) -> Welcome:
-        """Return the signed Welcome for a Hello; a new Hello gets a new channel."""
         settings, answers = self.settings, hash_hello(message)
         seal_key = settings.seal_keys.seal_key()
         if answers != member.hello_hash:

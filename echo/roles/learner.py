@@ -157,21 +157,21 @@ class StandbyChosen:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Event: the operator has paused the run or resumed it; a paused run grants no groups."""
+    """Event: the operator has paused or resumed the run; a paused run grants no groups."""
 
     is_paused: bool
 
 
 @dataclass(frozen=True, slots=True)
 class HoldChosen:
-    """Event: the operator has chosen `hold` for a node; None gives it back to the run."""
+    """Event: the operator has chosen `hold` for a node; None frees it."""
 
     node_id: str
     hold: Hold | None
 
 
 class Learner(Role):
-    """The learner's role: decides what the learner sends and records, without IO or a clock."""
+    """The learner's role: what it sends and records, without IO or a clock."""
 
     def __init__(
         self,
@@ -387,7 +387,7 @@ class Learner(Role):
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
-        """Take back the leases of a node that has left or was replaced by a new process."""
+        """Take back the leases of a node that left or was replaced."""
         self.leases.drop_worker(member.node_id)
         self._grants.want(now=now)
         return self.plans.replan(now)
@@ -482,11 +482,9 @@ class Learner(Role):
         return self._grant(now)
 
     def _on_stored(self, event: GroupStored, now: float) -> list[Action]:
-        """Acknowledge a group that is now in the ledger and in the buffer, and grant others."""
         return self._acknowledge(event.group_id, is_useful=True, now=now)
 
     def _on_discarded(self, event: GroupDiscarded, now: float) -> list[Action]:
-        """Record the end of a useless group, and acknowledge it."""
         self.counters.add(f"discarded/{event.reason}")
         end = Discarded(group=event.group_id, reason=event.reason, step=self.step)
         acknowledgement = self._acknowledge(event.group_id, is_useful=False, now=now)
@@ -503,7 +501,9 @@ class Learner(Role):
         return self.review.compare(event.samples, now=now)
 
     def _on_standby(self, event: StandbyChosen, now: float) -> list[Action]:
-        """Put exactly the workers of the event on standby; return no action if nothing changes.
+        """Put the event's workers on standby, and no others.
+
+        Return no action if nothing changes.
 
         A worker on standby keeps its control link and its heartbeats, so one message can activate
         it. It gets no new leases, and finishes and delivers the groups that it has.
@@ -523,12 +523,15 @@ class Learner(Role):
         return [*self.plans.replan(now), *self._grant(now)] if changed else []
 
     def _on_paused(self, event: Paused, now: float) -> list[Action]:
-        """Stop granting groups, or grant again; leases under way and the buffer do not change."""
+        """Stop granting groups, or grant again.
+
+        Leases under way and the buffer do not change.
+        """
         self.is_paused = event.is_paused
         return self._grant(now)
 
     def _on_hold(self, event: HoldChosen, now: float) -> list[Action]:
-        """Put a node on standby, drain it, or give it back to the run, as the operator chose.
+        """Put a node on standby, drain it, or give it back, as the operator chose.
 
         A node that is drained is on standby until it has nothing left to do. Then it gets Finish.
         """
@@ -620,7 +623,10 @@ class Learner(Role):
 
 
 def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Return a warning about a version that a worker's engine refuses, once for each."""
+    """Return a warning about a version that a worker's engine refuses.
+
+    There is one warning for each such version.
+    """
     stats, known = message.stats, member.stats
     version = stats.refused_version
     if version is None or (version, stats.refusal) == (known.refused_version, known.refusal):

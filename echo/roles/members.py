@@ -60,7 +60,7 @@ class Presence(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """One node: its identity, the time of its last message, and its state for plans and leases."""
+    """One node: its identity, its last message, its state for plans and leases."""
 
     node_id: str
     role: str
@@ -182,7 +182,7 @@ class Member:
         return increase(seconds) / 1000 / number if number > 0 else None
 
     def _state(self, num_leases: int) -> str:
-        """Return the last reported state, or "leases under way" if it is IDLE despite leases."""
+        """Return the last reported state; "leases under way" if IDLE with leases."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
@@ -293,11 +293,11 @@ class Roster:
         return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
     def active(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes without workers on standby, all or only those of `role`."""
+        """Return the admitted nodes that are not on standby, all or of one role."""
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
-        """Change the presence of a node, and add it to the roster or remove it."""
+        """Change a node's presence; add the node to the roster or remove it."""
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
             if member.hold == "drain":  # a process that is started again is wanted
@@ -344,7 +344,7 @@ class Roster:
         return all(node.stats.parent != member.node_id for node in nodes)
 
     def release(self, member: Member) -> None:
-        """Record that a node's machine was given back, so that it no longer costs money."""
+        """Record that a node's machine was given back and costs nothing more."""
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
@@ -389,7 +389,7 @@ class LastCall:
 
 
 class Shutdown:
-    """Sends Finish to the nodes at the end of the run, in the right order."""
+    """Sends Finish to the nodes at the run's end, in the right order."""
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
         self.reason: str | None = None
@@ -399,7 +399,10 @@ class Shutdown:
         self._routes = routes
 
     def finish(self, reason: str) -> list[Action]:
-        """Send Finish with `reason` to all nodes, but to relays only after all others have gone."""
+        """Send Finish with `reason` to all nodes, but to relays last.
+
+        Relays get it once all other nodes have gone.
+        """
         self.reason = reason
         return self.send_finish()
 

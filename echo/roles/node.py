@@ -83,14 +83,14 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Event: the process will end as soon as it has carried out the actions for this event."""
+    """Event: the process ends once it has carried out this event's actions."""
 
     reason: str
     has_failed: bool = False
 
 
 class DialingRole:
-    """Decides what a relay or worker sends and which addresses it dials, without IO or a clock."""
+    """Decides what a relay or worker sends and dials, without IO or a clock."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         """Start without links; the event Started makes the role dial."""
@@ -123,7 +123,10 @@ class DialingRole:
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the version in use, on a relay the newest complete one; None without one."""
+        """Return the version in use; on a relay the newest complete one.
+
+        None if there is no version.
+        """
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:
@@ -196,7 +199,7 @@ class DialingRole:
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle a failed attempt to dial; stop if all addresses of the learner refuse this node.
+        """Handle a failed attempt to dial; stop if all the learner's addresses refuse.
 
         Args:
             peer: the dialled peer. Nothing is done if the peer is a parent in the broadcast,
@@ -210,7 +213,7 @@ class DialingRole:
         return self.control.dial_failed(reason, is_refused=is_refused, now=now)
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle the loss of a link: dial again, replace a parent, or remove a child."""
+        """Handle a lost link: dial again, replace a parent, or remove a child."""
         if self.control.has(peer):
             return self.control.disconnected(reason, now=now)
         if self._weights.has(peer):
@@ -240,7 +243,7 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link over which a message came that has caused an internal error.
+        """Close the link of a message that has caused an internal error.
 
         If the message is for another node, the link stays open.
         """
@@ -321,7 +324,7 @@ class DialingRole:
         return rest
 
     def _probe(self, num_bytes: int, now: float) -> list[Action]:
-        """Begin to measure this node's uplink for the plan, if other nodes can dial this node."""
+        """Begin to measure this node's uplink, if other nodes can dial this node."""
         control = self.control
         if not control.node_id or self.settings.advertise is None:
             return []
@@ -373,7 +376,7 @@ class DialingRole:
         return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Measure the uplink while the engine is built, because the next plan needs its rate."""
+        """Measure the uplink while the engine is built, for the next plan."""
         self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
@@ -429,7 +432,6 @@ class DialingRole:
         return self.to_learner(beat)
 
     def _on_leaving(self, event: Leaving, now: float) -> list[Action]:
-        """Send Goodbye to the learner if the learner knows this process."""
         if self.state not in (NodeState.CONFIGURING, NodeState.READYING, NodeState.ADMITTED):
             return []  # another process may have the name
         reason = one_line(event.reason)[:MAX_REASON_LENGTH]

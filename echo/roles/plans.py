@@ -105,7 +105,7 @@ class Plans:
         return [action for name, plan in moved for action in self._routes.to(name, plan)]
 
     def before_publish(self, *, now: float) -> list[Action]:
-        """Plan for a version that is about to be published, if a plan is due."""
+        """Make a plan, if one is due, before a version is published."""
         is_due = self.planner.is_due(now=now, is_between=True)
         return self.replan(now, is_between=True) if is_due else []
 
@@ -122,7 +122,7 @@ class Plans:
         return self._probe(member, now)
 
     def repeat(self, member: Member) -> list[Action]:
-        """Send a node its plan again if it reports another parent than the planned one.
+        """Send a node its plan again if it reports another parent.
 
         The plan may have been lost. Repeating it is harmless.
         """
@@ -133,7 +133,7 @@ class Plans:
         return self._routes.to(member.node_id, plan)
 
     def _probe(self, member: Member, now: float) -> list[Action]:
-        """Begin to measure the learner's uplink to a node that has reported its own uplink.
+        """Begin to measure the learner's uplink to a node with a known uplink.
 
         No probe is sent while weights are sent, because it would measure only the remaining
         bandwidth.

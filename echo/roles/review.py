@@ -14,7 +14,7 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class ReviewDue:
-    """Event: the learner waits for a batch, so workers may be set aside or admitted again."""
+    """Event: the learner waits for a batch, so the workers are reviewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful one that do not count as zero-signal groups."""
+        """Number of groups since the last useful one that bring the run's end no nearer."""
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:

@@ -112,7 +112,7 @@ class Viewers:
     # --- connections -----------------------------------------------------------------------------
 
     def connected(self, peer: str, user: str, *, now: float) -> list[Action]:
-        """Admit a guest that has connected with the key `user`; refuse it if there are too many."""
+        """Admit a guest with the key `user`; refuse it if there are too many."""
         most = MAX_VIEWERS.get(user, 0)
         if sum(viewer.user == user for viewer in self._viewers.values()) < most:
             self._viewers[peer] = Viewer(user, now)

@@ -26,7 +26,7 @@ DRAIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Drained(Action):
-    """Report that a leaving worker has handed over all its groups, or has waited long enough."""
+    """Report that a leaving worker has handed over its groups or waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Departure:
         return bool(self.reason) and self.state is DepartureState.DRAINED
 
     def stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
-        """Record whether the newest plan has this worker on standby; return a note on a change."""
+        """Record whether the worker is on standby; return a note on a change."""
         if is_standby == (self.standby_since is not None):
             return []
         self.standby_since = now if is_standby else None
@@ -102,7 +102,9 @@ class Departure:
         return [Note("info", text)]
 
     def is_due(self, *, lost_at: float, now: float) -> bool:
-        """Return whether the worker must leave because a limit has passed; if so, set `reason`.
+        """Return whether the worker must leave; if so, set `reason`.
+
+        It must leave once a limit of its terms has passed.
 
         Args:
             lost_at: the time at which the learner was last known to be reachable.
@@ -135,7 +137,10 @@ class Departure:
         return True
 
     def finish(self, *, is_busy: bool, now: float) -> list[Action]:
-        """Return Drained, and Release if due, once the worker is idle or has waited DRAIN_S."""
+        """Return Drained, and Release if due, once the worker is done.
+
+        It is done when it is not busy, or has waited DRAIN_S.
+        """
         if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
             return []
         self.state = DepartureState.DRAINED

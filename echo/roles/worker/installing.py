@@ -66,7 +66,7 @@ class InstallMissed:
 
 @dataclass(frozen=True, slots=True)
 class EngineDamaged:
-    """Event: the installed version's memory is damaged, so nothing may be sampled from it."""
+    """Event: the installed version's memory is damaged, so sampling must stop."""
 
 
 InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
@@ -171,7 +171,10 @@ class EngineVersions:
         )
 
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
-        """Return the only version that may sample a group; None if any installed one may."""
+        """Return the only version that may sample a group.
+
+        None if any installed version may.
+        """
         if not self.has_several:
             return self.installed if self.waits_for_whole else None
         begun = {version for member in group.members for version in member.versions}

@@ -129,7 +129,7 @@ class Withdraw(Action):
 
 @dataclass(frozen=True, slots=True)
 class Score(Action):
-    """Compute the reward of each member of a whole group; stop if the group becomes unwanted."""
+    """Compute the rewards of a whole group; stop if the group becomes unwanted."""
 
     group: PartialGroup
 
@@ -207,7 +207,10 @@ Decision = Action | NoResult | GiveUp
 
 
 class EngineCalls:
-    """Decides which groups enter the engine, with which version, and when a call is recalled."""
+    """Decides which groups enter the engine, and when a call is recalled.
+
+    Each call also gets a version.
+    """
 
     def __init__(
         self,
@@ -259,7 +262,7 @@ class EngineCalls:
 
     @property
     def deadline(self) -> float:
-        """Time at which a call is to be recalled, or a refused version is to be tried again."""
+        """Time at which to recall a call, or to try a refused version again."""
         ends = [call.ends_at for call in self._calls if not call.is_recalled]
         return min([self.versions.again_at, *ends])
 
@@ -352,7 +355,6 @@ class EngineCalls:
         )
 
     def _free_places(self) -> int:
-        """Return the number of groups that the engine may be given now."""
         engine, versions = self.engine, self.versions
         if versions.is_held or versions.installed is None or self._held.outbox.is_full:
             return 0
@@ -367,7 +369,6 @@ class EngineCalls:
         return engine.groups_per_batch if is_played else engine.max_groups
 
     def _apply_staleness(self, group: PartialGroup, learner: LearnerProgress) -> None:
-        """Keep, mask or drop a group's tokens of older weights, as the settings demand."""
         installed, num_tokens = self.versions.installed, group.num_tokens
         assert installed is not None
         if not num_tokens:
@@ -433,7 +434,6 @@ class EngineCalls:
         return [Score(group)] if is_wanted else []
 
     def _on_returned(self, call: EngineCall) -> list[Decision]:
-        """Remove a call that has ended, and keep its unfinished groups for a later call."""
         self._calls.remove(call)
         self._max_together = min(2 * self._max_together, MAX_LEASES)
         if self.engine.sampler != "engine":
@@ -442,10 +442,10 @@ class EngineCalls:
         return self._stop(call.groups)
 
     def _on_refused(self, event: CallRefused) -> list[Decision]:
-        """Remove a call whose version the engine has dropped; its groups get another version.
+        """Remove a call whose version the engine has dropped.
 
-        If the dropped version is the newest, no other version may sample the groups. Then they are
-        given back to the learner.
+        Its groups get another version. If the dropped version is the newest, no other version may
+        sample the groups. Then they are given back to the learner.
         """
         call = event.call
         self._calls.remove(call)
@@ -459,7 +459,7 @@ class EngineCalls:
         return [not_installed(group.lease, event.why) for group in wanted]
 
     def _on_raised(self, event: CallRaised) -> list[Decision]:
-        """Handle a call that raised: end its only group, or sample its groups in smaller calls.
+        """Handle a call that raised: end its only group, or make smaller calls.
 
         Several groups are sampled again in calls of half the size, to find the group at fault. If
         the engine is no longer usable, the groups of all its calls end on this worker. Other
@@ -489,7 +489,7 @@ class EngineCalls:
     # --- recalling -------------------------------------------------------------------------------
 
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Recall the calls that have one of `groups`, which another worker is to continue.
+        """Recall the calls with `groups`, which another worker will continue.
 
         If only the engine samples a group, another worker can continue it. An episode cannot be
         continued, because no other worker has its environment or its agents.
@@ -526,7 +526,6 @@ class EngineCalls:
         return call.num_whole >= call.num_awaited and bool(self._held.of(*WAITING))
 
     def _recall(self, calls: Iterable[EngineCall]) -> list[Decision]:
-        """Recall each of the calls that was not recalled before."""
         decisions: list[Decision] = []
         for call in calls:
             if not call.is_recalled:
@@ -536,5 +535,5 @@ class EngineCalls:
 
 
 def not_installed(lease: Lease, why: str) -> NoResult:
-    """Return the decision to give back a lease because its version is not in the engine."""
+    """Return the decision to give back a lease whose version is not in the engine."""
     return NoResult(lease, "version_not_installed", why, is_elsewhere=True)

@@ -213,7 +213,10 @@ class Worker(DialingRole):
         return self.installed_version
 
     def capacity(self) -> int:
-        """Return how many groups this worker may hold; 0 without weights or with a full outbox."""
+        """Return how many groups this worker may hold.
+
+        It is 0 without weights or with a full outbox.
+        """
         is_closed = self.installed_version is None or self.outbox.is_full
         return 0 if is_closed else min(self.max_groups, MAX_LEASES)
 
@@ -265,7 +268,7 @@ class Worker(DialingRole):
         return super().heartbeat(now=now)
 
     def _beat(self, now: float) -> list[Action]:
-        """Send a heartbeat at once if this worker is admitted, because the state has changed."""
+        """Send a heartbeat at once, because the state has changed."""
         return self.heartbeat(now=now) if self.is_admitted else []
 
     # --- from the learner ------------------------------------------------------------------------
@@ -309,7 +312,10 @@ class Worker(DialingRole):
         return [*self._decided(recalled, now), *self._give_up(waiting, now)]
 
     def _give_up(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Hand back groups that are not in the engine, with their tokens, for other workers."""
+        """Hand back groups that are not in the engine, for other workers.
+
+        Their tokens go with them.
+        """
         if not groups or not self.is_admitted:
             return []
         shipped = self.ship(interval_s=0.0, now=now)
@@ -391,9 +397,9 @@ class Worker(DialingRole):
         return actions
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the new tokens of interrupted groups to the learner, if this worker is admitted.
+        """Send the new tokens of interrupted groups to the learner.
 
-        A group is sent at most once in `interval_s` seconds.
+        This worker must be admitted. A group is sent at most once in `interval_s` seconds.
         """
         if not self.is_admitted:
             return []
@@ -462,7 +468,6 @@ class Worker(DialingRole):
         return [Note("warning", text), *beat]
 
     def _give_back(self, now: float) -> list[Action]:
-        """Give back the leases whose version has not arrived in time."""
         installed, wait_s = self.installed_version, self._version_wait_s
         late = self.held.overdue(installed, wait_s=wait_s, now=now)
         # First ship their tokens, for the workers that continue them.
@@ -520,7 +525,6 @@ class Worker(DialingRole):
     # --- leaving ---------------------------------------------------------------------------------
 
     def _on_drain(self, event: DrainRequested, now: float) -> list[Action]:
-        """Begin to leave: accept no more leases, and stop the engine."""
         if self.is_leaving:
             return []
         self.is_leaving = True
