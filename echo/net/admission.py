@@ -93,7 +93,7 @@ class AcceptedConnections:
         self._nodes.discard(descriptor)
 
     def spoke(self, descriptor: int, *, is_guest: bool = False) -> None:
-        """Note that a node or guest has sent a whole message, so it is no stranger."""
+        """Note that a connection is no stranger: a whole message has arrived over it."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)
@@ -156,7 +156,6 @@ def _shut_down(descriptor: int) -> None:
 
 
 def _bytes_received(descriptor: int) -> int:
-    """Return a connection's number of received bytes; 0 if the kernel does not report it."""
     if sys.platform != "linux":
         return 0
     try:
@@ -169,7 +168,10 @@ def _bytes_received(descriptor: int) -> int:
 
 
 def largest_message(options: TransportOptions) -> int:
-    """Return the largest size of a message on the wire in bytes, CURVE's overhead included."""
+    """Return the largest size of a message on the wire, in bytes.
+
+    CURVE's overhead is included.
+    """
     return options.max_message_bytes * 17 // 16 + (1 << 20)
 
 

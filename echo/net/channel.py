@@ -78,7 +78,7 @@ class Burst:
         self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
-        """Count a discarded message towards the limit, so that a flood also ends the burst."""
+        """Count a discarded message, so that a flood also ends the burst."""
         self._messages_left -= 1
         self._stats.discarded_messages += 1
 
@@ -131,7 +131,7 @@ def _ms(seconds: float) -> int:
 
 
 class ZmqOutbox:
-    """Sends messages on one connection, and counts the bytes not yet passed to the kernel."""
+    """Sends messages on one connection, and counts the bytes not yet in the kernel."""
 
     def __init__(self, to: Socket, identity: bytes, max_unsent_bytes: int) -> None:
         self._to = to
@@ -167,7 +167,7 @@ class ZmqOutbox:
 
     @property
     def unsent_bytes(self) -> int:
-        """Number of accepted bytes that are not yet passed to the kernel, overhead included."""
+        """Number of accepted bytes not yet passed to the kernel, with overhead."""
         while self._tracked and self._tracked[0][1].done:
             self._unsent_bytes -= self._tracked.popleft()[0]
         return self._unsent_bytes
@@ -262,7 +262,7 @@ class ZmqChannel:
             self._loop.call_soon(self.check)
 
     def read_news(self, at_most: int | None = None) -> bool:
-        """Report at most `at_most` events of connections; return whether none remains."""
+        """Report events of connections, at most `at_most`; return whether all were reported."""
         for _ in itertools.count() if at_most is None else range(at_most):
             if self._monitor.closed:
                 return True
@@ -275,7 +275,7 @@ class ZmqChannel:
         return False
 
     def _read_some_news(self) -> None:
-        """Read NEWS_PER_TURN events of connections, and the rest in later turns of the loop.
+        """Read NEWS_PER_TURN events of connections now, and the others in later turns.
 
         So a flood of events does not block the loop.
         """
@@ -290,7 +290,7 @@ class ZmqChannel:
         self._read_some_news()
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Return the identity and the frames of the next message; None without a message.
+        """Return the next message's identity and frames; None without a message.
 
         After the result None, the next message wakes the loop.
         """

@@ -84,16 +84,16 @@ class CurveKeys:
 
     @classmethod
     def of_guest(cls, secret: bytes, server_key: bytes) -> CurveKeys:
-        """Return the keys of a guest, which dials only the learner with the key `server_key`."""
+        """Return the keys of a guest, which dials only the learner."""
         guest = _derive(secret, "guest")
         return cls(server=guest, client=guest, relay_key=server_key)
 
     @classmethod
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
-        """Return the keys of a relay or worker; each call makes a new server key for a worker.
+        """Return the keys of a relay or worker.
 
-        If `addresses` has an address with its key, this key is used for the same address without a
-        key.
+        Each call makes a new server key for a worker. If `addresses` has an address with its key,
+        this key is used for the same address without a key.
         """
         relay = _derive(secret, "relay")
         known = {}

@@ -79,7 +79,7 @@ class BulkChannel:
 
 
 class DialledLink:
-    """A link to an address, which is dialled again after every loss until it is closed."""
+    """A link to an address, which is redialled after every loss until it is closed."""
 
     def __init__(
         self, host: DiallerHost, peer: PeerId, address: str, *, has_bulk: bool = False
@@ -289,7 +289,7 @@ class DialledLink:
             self._attempt = self._host.loop.create_task(self._explain())
 
     async def _explain(self) -> None:
-        """Find out why an attempt to connect failed, report it, and dial again after a pause."""
+        """Report why an attempt to connect failed, and dial again after a pause."""
         options, place = self._host.options, without_key(self.address)
         took_s = self._host.loop.time() - self._began_at
         is_refused = False

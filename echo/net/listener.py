@@ -44,7 +44,7 @@ async def bound_socket(
     address: str,
     congestion_control: str | None,
 ) -> socket.socket:
-    """Return a non-blocking TCP socket that is bound to `address` and does not listen yet.
+    """Return a bound, non-blocking TCP socket that does not listen yet.
 
     Args:
         address: tcp://host:port.
@@ -76,7 +76,7 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Make the kernel refuse connections to this port, and other sockets that bind it.
+    """Make the kernel refuse connections to this port, and a second socket on it.
 
     Raises:
         OSError: if another socket listens on the port already.
@@ -245,7 +245,6 @@ class Listener:
             self._accepted.close(inbound.descriptor)
 
     def _close_strangers(self) -> None:
-        """Close the oldest strangers above the bound, once all events of connections are read."""
         # Only a part of the news in one turn, so that a flood does not block the loop.
         is_current = self.channel.read_news(STRANGERS_NEWS)
         num_closed = self._accepted.close_excess() if is_current else 0

@@ -216,11 +216,11 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def hang_up(self, peer: PeerId) -> None:
-        """End the link to a peer: no event of the peer follows, and sends to it are refused.
+        """End the link to a peer, without a further event of the peer.
 
-        Accepted messages are still delivered for `linger_s`. The connection to a dialled peer or a
-        guest is closed. Further messages of an inbound peer are discarded. An unknown peer is
-        ignored.
+        Sends to the peer are refused. Accepted messages are still delivered for `linger_s`. The
+        connection to a dialled peer or a guest is closed. Further messages of an inbound peer are
+        discarded. An unknown peer is ignored.
         """
 
     @abc.abstractmethod
@@ -293,7 +293,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def parse_key(address: str) -> bytes | None:
-    """Return the public key in an address, 32 bytes; None if the address has no key."""
+    """Return the public key in an address, 32 bytes; None without a key."""
     key = address.partition("#")[2]
     return base64.urlsafe_b64decode(key + "=") if len(key) == 43 else None
 

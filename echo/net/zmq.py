@@ -206,7 +206,7 @@ class ZmqTransport(Transport):
         self._listen_address = address if key is None else with_key(address, key)
 
     async def _bind_bulk(self, host: str, wanted: int) -> socket.socket | None:
-        """Return a bound socket for bulk connections, at the port `wanted` or any free port.
+        """Return a socket for bulk connections at the port `wanted`, or any free port.
 
         None if no port can be bound.
         """
@@ -251,7 +251,7 @@ class ZmqTransport(Transport):
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
-        """End the link to a peer: no event of the peer follows, and sends to it are refused."""
+        """End the link to a peer, without a further event of the peer."""
         match self._peers.pop(peer, None):
             case DialledLink() as link:
                 link.close()
@@ -371,7 +371,7 @@ class ZmqTransport(Transport):
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Send the bulk port and a token to an inbound peer; port 0 means no bulk port."""
+        """Send the bulk port, or 0 for none, and a token to an inbound peer."""
         if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
