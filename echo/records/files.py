@@ -19,9 +19,9 @@ _READ_BYTES = 16 << 20
 
 
 def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> int:
-    """Lock a directory for this process until the descriptor is closed or the process ends.
+    """Lock a directory for this process, until the descriptor is closed.
 
-    Return the descriptor of the lock file.
+    Return the descriptor of the lock file. The end of the process also ends the lock.
 
     Args:
         directory: the directory to lock; it is created if it is missing, and only its owner may
@@ -108,7 +108,7 @@ def make_private_directory(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Write the content of a file, or the names in a directory, through to the disk."""
+    """Write a file's content, or a directory's names, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

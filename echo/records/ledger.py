@@ -108,7 +108,7 @@ class Began(Record, tag="lineage"):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a group's bytes are stored; in JSON an array of the values of its four fields."""
+    """The place of a group's bytes; in JSON an array of its four fields."""
 
     file: str
     """Name of the group file."""
@@ -174,7 +174,10 @@ class Checkpointed(Record, tag="checkpoint"):
 
 
 class Finished(Record, tag="finished"):
-    """The run has finished: all steps are made, saved and exported, and all nodes informed."""
+    """The run has finished, and all nodes were informed.
+
+    All steps are made, saved and exported.
+    """
 
     step: int
     """Number of optimizer steps that the run has made."""
@@ -213,7 +216,7 @@ class ActivationChanged(Record, tag="activation"):
 
 
 class Cost(Record, tag="cost"):
-    """The costs of the run up to a step; a resumed run continues to count from them."""
+    """The costs of the run up to a step, from which a resumed run continues."""
 
     step: int
     total: float
@@ -278,7 +281,7 @@ def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[in
 
 
 class LedgerQueue(ABC):
-    """A queue of a run's records and groups, and the interface of the storage behind it.
+    """A queue of records and groups, and the interface of its storage.
 
     `append` and `store` only fill the queue and may be called in the event loop. The other methods
     access the disk, one at a time. So only threads that may wait for the disk call them.
@@ -539,7 +542,6 @@ class Ledger(LedgerQueue):
                 self._empty_log()
 
     def _put(self, parts: Sequence[Frame]) -> Place:
-        """Append the bytes of a group to the current group file; return their place."""
         if self._file is None or self._file.tell() >= GROUP_FILE_BYTES:
             self._next_file()
         file = self._file
@@ -605,7 +607,7 @@ class Ledger(LedgerQueue):
             yield
 
     def _note(self, record: AnyRecord) -> None:
-        """Remember into which file a group was accepted, or at which step it ended."""
+        """Remember a group's file, or the step at which the group ended."""
         match record:
             case Accepted():
                 self._unended.setdefault(record.place.file, set()).add(record.group)
@@ -872,7 +874,9 @@ def is_in_use(run_dir: Path) -> bool:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether a directory has a run with records, which can only be resumed.
+    """Return whether a directory has a run with records.
+
+    Such a run can only be resumed.
 
     Raises:
         StorageError: if the ledger cannot be read.
@@ -902,10 +906,10 @@ class LedgerState:
 
 
 def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:
-    """Return the state of a run that has gone back to the checkpoint of `step` in `lineage`.
+    """Return the state of a run after a return to a checkpoint.
 
-    `records` are all records of the run, oldest first. Records of steps that were trained after the
-    checkpoint are void.
+    The checkpoint is that of `step` in `lineage`. `records` are all records of the run, oldest
+    first. Records of steps that were trained after the checkpoint are void.
 
     Raises:
         StorageError: if a later lineage has abandoned the checkpoint, or records of steps before it
