@@ -24,7 +24,7 @@ class StandstillError(RuntimeError):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose time jumps to the next timer when no callback is ready.
+    """An event loop whose time jumps to the next timer when it is idle.
 
     Timers of the same instant fire in the order in which they were set. So messages that arrive
     together keep their order. asyncio's own loops do not promise this.
@@ -55,7 +55,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _run_once(self) -> None:
-        """Make the calls that are ready; if none is ready, advance time to the next timer first.
+        """Make the calls that are ready, or advance time to the next timer.
 
         Raises:
             StandstillError: if no call is ready and no timer is set.
@@ -100,7 +100,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class InlineThreads:
-    """Replaces the threads of a node: the event loop makes each call after its simulated time."""
+    """Replaces a node's threads by calls in the event loop.
+
+    Each call is made after its simulated time.
+    """
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -110,7 +113,7 @@ class InlineThreads:
         return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
-        """Return a new pool, which makes at most `num_threads` calls at the same simulated time."""
+        """Return a new pool, which makes at most `num_threads` calls at a time."""
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:

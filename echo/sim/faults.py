@@ -94,7 +94,6 @@ class Faults:
         self._stage.loop.call_later(wait_s, self._lose, site, chance)
 
     def _lose(self, site: SimulatedSite, chance: random.Random) -> None:
-        """Take a spot machine away for its restart time, and schedule its next loss."""
         self._take(site, is_silent=True, for_s=site.offer.restart_s)
         self._stage.loop.call_later(site.offer.restart_s, self._await_loss, site, chance)
 

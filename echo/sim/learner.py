@@ -297,7 +297,6 @@ def _activation_settings(scenario: Scenario, *, scale: float) -> ActivationSetti
 
 
 def _egress_per_gb(scenario: Scenario) -> float:
-    """Return the mean $ per GB that leaves the learner, over regions with nodes."""
     fleet = scenario.fleet
     regions = {o.region for o, count in zip(fleet.offers, scenario.counts, strict=True) if count}
     prices = [fleet.regions[name].price_per_gb for name in sorted(regions)]

@@ -94,7 +94,7 @@ _decoder = msgspec.msgpack.Decoder(_Named)
 
 
 class Groups:
-    """The length of every group, and how many of its tokens each version sampled."""
+    """The length of every group, and its number of tokens by version."""
 
     def __init__(self, lengths: LogNormalLengths, *, upload_bytes_per_token: float) -> None:
         self._lengths = lengths
@@ -107,7 +107,7 @@ class Groups:
         return self._lengths.of(group_id)
 
     def num_bytes(self, header: Frame) -> float:
-        """Return the bytes on the wire of the group with this header, as in a real run."""
+        """Return a group's bytes on the wire in a real run, from its header."""
         group_id = _decoder.decode(header).group_id
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 

@@ -344,7 +344,10 @@ class Network:
             self._ends.pop(end.client, None)
 
     def _on_end(self, end: LinkEnd, reason: str) -> None:
-        """Notify an end that the other side has closed, after all its messages have arrived."""
+        """Notify an end that the other side has closed.
+
+        All messages of the other side arrive first.
+        """
         if end.is_stalled or end.is_over:
             return
         if end.far.done_at > self.now:
@@ -385,7 +388,6 @@ class Network:
         return True
 
     def _weigh(self, frames: Sequence[Frame]) -> tuple[str, float]:
-        """Return a message's kind and its size on the wire in bytes."""
         num_bytes: float = FRAMING_BYTES + len(frames[0])
         if len(frames) == 1:
             return "control", num_bytes
@@ -462,6 +464,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return the index of the group with the node of `port` or its region; else None."""
+    """Return the index of the group with the port's node or region, or None."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

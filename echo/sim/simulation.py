@@ -129,7 +129,6 @@ class Simulation:
         return transport
 
     def _start(self, node: Node) -> None:
-        """Run a node as a task of the loop, until the node ends or is killed."""
         task = self.loop.create_task(self._run(node))
         self._tasks[task] = None
         task.add_done_callback(self._on_done)
@@ -215,7 +214,7 @@ class Simulation:
         )
 
     def start_worker(self, site: SimulatedSite) -> None:
-        """Start a worker's process at a site, and pay for the site's machine from now on."""
+        """Start a worker's process at a site, and begin to pay for the machine."""
         scenario, now = self.scenario, self.loop.time()
         job, settings, offer = scenario.job, scenario.settings, site.offer
         has_relay = scenario.fleet.has_relay(offer)
@@ -319,7 +318,7 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _give_up_later(self) -> None:
-        """End the run if it has trained nothing for too long; otherwise check again later."""
+        """End the run if it has trained nothing for too long, or check again later."""
         steps, job = self.history.steps, self.scenario.job
         patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)

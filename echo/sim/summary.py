@@ -44,7 +44,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BillRecord:
-    """The costs of the run, as the learner counts them at the end of a step."""
+    """The learner's count of the run's costs at the end of a step."""
 
     time_s: float
     per_h: float
@@ -135,7 +135,10 @@ class History:
 
 
 def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
-    """Return the $ paid for a machine until an instant; `prices` has the changes of prices."""
+    """Return the $ paid for a machine until an instant.
+
+    `prices` has the changes of prices.
+    """
     end_s = until_s if rental.until_s is None else min(rental.until_s, until_s)
     price, since_s, total = rental.offer.price_per_h, rental.since_s, 0.0
     for change in sorted(prices, key=lambda change: change.at_s):
@@ -149,9 +152,10 @@ def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
 
 
 def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
-    """Return the $ for all traffic: what the learner sends, and what nodes send and receive.
+    """Return the $ for all traffic of the learner and of nodes.
 
-    The traffic of nodes is priced per region, by the mean price of the region's offers.
+    The learner pays for what it sends, nodes for what they send and receive. The traffic of nodes
+    is priced per region, by the mean price of the region's offers.
     """
     fleet, total = scenario.fleet, 0.0
     node_prices: dict[str, float] = {}

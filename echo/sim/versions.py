@@ -24,7 +24,7 @@ class Versions:
     """Makes the versions of a simulated run; replaces the learner's publisher."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Compute an image's size, and how many real bytes each of its bytes stands for.
+        """Compute the size of an image, and the scale of its bytes.
 
         Args:
             identity: the learner's identity, which signs versions.
@@ -48,7 +48,7 @@ class Versions:
         return True
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
-        """Return a publication of `version`, with the same noise as its image in every call."""
+        """Return a publication of `version`; its image is always the same noise."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         manifest = Manifest(
             run_id=self._identity.run_id,

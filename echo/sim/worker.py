@@ -43,7 +43,7 @@ class WorkerTimes:
 
 
 class SimWorker(DialingNode):
-    """A worker's process: its role is real, and the role's actions take only simulated time."""
+    """A worker's process: a real role whose actions only take simulated time."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class SimWorker(DialingNode):
     # --- calls of the shell ----------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Execute actions of the role; then pause or resume the engine if `is_pausing`.
+        """Execute actions of the role.
 
-        A worker with `is_pausing` pauses while it fetches or installs new weights.
+        If `is_pausing`, the engine pauses while the worker fetches or installs new weights.
         """
         super().perform(actions)
         if self._times.is_pausing:
@@ -106,7 +106,7 @@ class SimWorker(DialingNode):
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     def _rewards(self, score: Score) -> list[float]:
-        """Return the rewards of a group; they differ only if the group has a signal."""
+        """Return the rewards of a group, all equal if it has no signal."""
         is_useful = self._groups.length(score.group.lease.group_id).is_useful
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 
@@ -147,7 +147,7 @@ class SimWorker(DialingNode):
     # --- sampling --------------------------------------------------------------------------------
 
     def tokens_in_flight(self, received: Collection[int]) -> float:
-        """Return the number of tokens of this worker's groups that may still be trained on.
+        """Return the number of this worker's tokens that may still be trained on.
 
         Groups in `received` have reached the learner and are not counted.
         """
@@ -181,7 +181,6 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _await_next(self) -> None:
-        """Schedule `_wake` for the time at which the next group is complete."""
         at = self.engine.next_at
         if at != self._done_at and at < float("inf"):
             self._done_at = at
@@ -207,7 +206,7 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout with one token per version, in place of all tokens of the version."""
+    """Return a rollout with one token in place of all tokens of each version."""
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
