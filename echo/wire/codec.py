@@ -103,7 +103,6 @@ def payload_bytes(payload: Sequence[Frame]) -> int:
 
 
 def _size_fault(frames: Sequence[Frame]) -> str | None:
-    """Return text on the size limit that the frames exceed, or None."""
     if len(frames[0]) > MAX_HEADER_BYTES:
         return f"a header of {len(frames[0])} bytes; at most {MAX_HEADER_BYTES} are accepted"
     if len(frames) > MAX_FRAMES:
