@@ -31,7 +31,7 @@ from echo.core.status import (
     SpeedStatus,
     VersionStatus,
 )
-from echo.core.units import format_bytes
+from echo.core.units import format_bytes, format_duration
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
 _MIN_SIDE_BY_SIDE = 56
@@ -254,7 +254,8 @@ def speed_row(speed: SpeedStatus) -> Text:
     if speed.mfu is not None:
         parts.append(f"{speed.mfu:.0%} MFU")
     parts.append(f"peak {format_bytes(int(speed.peak_memory_bytes))}")
-    parts.append(f"{speed.forward_backward_s:.2g} s passes, {speed.optimizer_s:.2g} s update")
+    passes, update = map(format_duration, (speed.forward_backward_s, speed.optimizer_s))
+    parts.append(f"{passes} passes, {update} update")
     return _labelled("trainer", "   ".join(parts))
 
 

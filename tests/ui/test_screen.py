@@ -194,11 +194,11 @@ def test_costs_and_the_learners_speed_have_rows_of_their_own(make_status: MakeSt
     rows = screen.status(make_status(cost=cost, speed=speed), 140, num_wait_rows=1)
     assert len(rows) == len(without) + 3
     assert [plain(row).rstrip() for row in (rows[1], *rows[-2:])] == [
-        "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.2 s passes, 0.1 s update",
+        "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.23s passes, 104ms update",
         "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million tokens   "
         "1 active, 2 on standby   $14.00/h for machines on standby",
         "         fewer or cheaper workers are enough: 1 of 3 workers active",
     ]
     assert screen.speed_row(replace(speed, mfu=None, peak_memory_bytes=2**20)).plain == (
-        "trainer  43.2k tokens/s   peak 1 MiB   1.2 s passes, 0.1 s update"
+        "trainer  43.2k tokens/s   peak 1 MiB   1.23s passes, 104ms update"
     )
