@@ -48,7 +48,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 def _when(stall: Stall) -> str:
     if stall.is_open:
-        return f"after step {stall.last_step}, and the wait had not ended"
+        return f"after step {stall.last_step - 1}, and the wait had not ended"
     steps = f"step {stall.first_step}"
     if stall.last_step > stall.first_step:
         steps = f"steps {stall.first_step} to {stall.last_step}"

@@ -44,10 +44,9 @@ def stalls_of(history: MetricsHistory) -> list[Stall]:
 
 
 def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
-    first, last = rows[0]["step"], rows[-1]["step"]
+    first, last = _step_of(rows[0]), _step_of(rows[-1])
     found = rows[-1]["explain"]
-    # The row of a wait that goes on has the step before it.
-    is_open = "reward/mean" not in rows[-1] and last >= (history.train or [{"step": 0}])[-1]["step"]
+    is_open = last > (history.train or [{"step": 0}])[-1]["step"]
     steps = [row for row in history.train if first <= row["step"] <= last]
     return Stall(
         cause=found["cause"],
@@ -59,6 +58,15 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
         waited_s=sum(row.get("time/wait_for_batch") or 0.0 for row in steps),
         is_open=is_open,
     )
+
+
+def _step_of(row: MetricsRow) -> int:
+    """Return the step whose wait a row explains; the row of a wait that goes on has the last one.
+
+    The row of a step has its reward.
+    """
+    step: int = row["step"]
+    return step if "reward/mean" in row else step + 1
 
 
 def describe_waits(train: Sequence[MetricsRow]) -> str:

@@ -47,8 +47,19 @@ def test_stalls_are_told_with_their_steps_times_and_settings(
     assert main([str(tmp_path), "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["cause"], each["first_step"], each["is_open"]) for each in found] == [
-        ("slow_relay", 2, False), ("straggler", 7, False), ("slow_reward", 10, True),
+        ("slow_relay", 2, False), ("straggler", 7, False), ("slow_reward", 11, True),
     ]  # fmt: skip
+
+
+def test_an_explanation_during_a_wait_belongs_to_the_step_that_waited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {})
+    path = tmp_path / "metrics.jsonl"
+    waiting = json.dumps({"step": 0, "time": 0.5, "explain": explanation("no_worker")})
+    path.write_text(f"{waiting}\n{path.read_text()}")
+    assert main([str(tmp_path)]) == 0
+    assert "\nstep 1, 5s waited: no_worker\n" in capsys.readouterr().out
 
 
 def test_a_run_without_stalls_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def test_long_waits_and_stalls_have_the_explanation_of_the_run(run_dir: Path) ->
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     run = read_run(run_dir)
-    assert [(stall.first_step, stall.text) for stall in run.stalls] == [(7, text)]
+    assert [(stall.first_step, stall.text) for stall in run.stalls] == [(8, text)]
     page = page_of(run)
     assert page.index(text) < page.index("weights 30s")
 
