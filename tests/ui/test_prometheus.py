@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from metrics_page import MEANINGS
@@ -61,3 +68,65 @@ def test_the_dashboard_names_only_metrics_that_exist() -> None:
     assert len(set(asked)) > 20
     unknown = {name for name in asked if name not in known and not name.startswith(tuple(starts))}
     assert unknown == set()
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+def test_prometheus_answers_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    dashboard = json.loads((ROOT / "configs" / "grafana.json").read_text())
+    queries = [
+        target["expr"].replace("$run", ".*")
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+    ]
+    with MetricsWriter(tmp_path / "run", prometheus="tcp://127.0.0.1:0") as writer:
+        assert writer.endpoint is not None
+        writer.write(1, row_of_all_metrics(), at=time.time())
+        job = {
+            "job_name": "echo",
+            "static_configs": [{"targets": [f"127.0.0.1:{writer.endpoint.port}"]}],
+        }
+        settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}
+        (tmp_path / "prometheus.yml").write_text(json.dumps(settings))
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{holder.getsockname()[1]}"
+        command = [
+            "prometheus", f"--config.file={tmp_path}/prometheus.yml",
+            f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address={address}",
+        ]  # fmt: skip
+        with (tmp_path / "log").open("w") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            give_up_at = time.monotonic() + 60
+            missing = queries
+            while missing and time.monotonic() < give_up_at:
+                time.sleep(0.5)
+                missing = [query for query in missing if not answers(address, query)]
+        finally:
+            server.kill()
+            server.wait()
+    assert len(queries) > 20
+    assert missing == []
+
+
+def row_of_all_metrics() -> dict[str, Metric]:
+    """Return a row with every metric that the documentation names; a table has one entry."""
+    meanings = {name: text for part in MEANINGS.values() for name, text in part.items()}
+    row: dict[str, Metric] = {}
+    for name, meaning in meanings.items():
+        value: Metric = {"x": 1.0} if "a table" in meaning else 1.0
+        for each in re.findall(r"`(\w+)`", meaning) if name == "workers/*" else ["x"]:
+            row[name.replace("*", each)] = value
+    return row
+
+
+def answers(address: str, query: str) -> bool:
+    """Return whether Prometheus has a value for a query; False while it starts."""
+    url = f"http://{address}/api/v1/query?{urlencode({'query': query})}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return bool(json.load(answer)["data"]["result"])
+    except (ConnectionError, urllib.error.URLError):
+        return False
