@@ -429,6 +429,7 @@ def test_what_was_trained_after_the_checkpoint_waits_again(run_dir: Path) -> Non
 def test_what_is_too_old_by_then_ends_as_stale(run_dir: Path) -> None:
     start = resume(run_dir, max_staleness=0)
     assert start.ends == {1: "stale", 3: "abandoned_version"}
+    assert start.num_too_old_tokens == 4
     assert [group.group_id for group in resume(run_dir, max_staleness=0).buffered] == [2]
 
 
@@ -441,6 +442,7 @@ def test_what_is_only_in_part_too_old_stays_without_that_part(run_dir: Path) -> 
         for trims_stale in (False, True):
             start = saved(ledger).recover(run_id="toy", max_staleness=0, trims_stale=trims_stale)
             assert start.ends.get(6) == (None if trims_stale else "stale")
+            assert start.num_too_old_tokens == 4 + (2 if trims_stale else 4)
     [group] = [group for group in start.buffered if group.group_id == 6]
     assert group.rollouts[0].completion_mask.tolist() == [False, True]
     assert group.is_trimmed

@@ -660,6 +660,7 @@ class RunParts:
             role = self._role(start, buffer, prompts, now)
             for reason in start.ends.values():
                 role.counters.add(f"discarded/{reason}")
+            role.counters.add("tokens/too_old", start.num_too_old_tokens)
             save_resolved(config, config.run_dir / "config.json")
             saved.enter(start)
             on_failure.pop_all()

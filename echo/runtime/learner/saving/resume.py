@@ -38,7 +38,7 @@ from echo.runtime.learner.saving.checkpoint import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StartingPoint:
     """The state from which the learner starts."""
 
@@ -54,6 +54,8 @@ class StartingPoint:
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     """Accepted groups that can no longer be trained on: group id -> reason."""
+    num_too_old_tokens: int = 0
+    """Number of accepted tokens that are no longer trained on because of their age."""
     losses: list[str] = field(default_factory=list)
     """Log lines, one for each group that could not be read from the ledger and ends as "lost"."""
     damage: tuple[str, ...] = ()
@@ -152,8 +154,9 @@ class SavedRun:
                 start.ends[group_id] = "lost"
                 continue
             if trims_stale:
-                trimmed = trim_stale(group, step=info.step, max_staleness=max_staleness)
-                group = trimmed or group
+                trimmed = trim_stale(group, step=info.step, max_staleness=max_staleness) or group
+                start.num_too_old_tokens += group.num_trained - trimmed.num_trained
+                group = trimmed
             fault = find_fault(
                 group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
             )
@@ -161,6 +164,7 @@ class SavedRun:
                 start.buffered.append(group)
             else:
                 start.ends[group_id] = fault
+                start.num_too_old_tokens += group.num_trained if fault == "stale" else 0
         return start
 
     def enter(self, start: StartingPoint) -> None:
