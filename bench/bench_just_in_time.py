@@ -28,6 +28,7 @@ from bench_rule import TRAIN_S, make_job, make_scenario
 from harness import new_parser, parse, save
 
 from echo.config.fleet_schema import FaultRow, SimRow
+from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.fleet.overlap import predict
 from echo.sim.scenario import Scenario
@@ -68,22 +69,7 @@ def draw_fleet(seed: int, num_steps: int) -> tuple[Scenario, dict[str, Any]]:
     spread = chance.choice([0.3, 0.5, 0.8, 1.0])
     num_groups, num_workers = chance.choice([4, 8, 12, 16]), chance.randint(2, 10)
     job = replace(make_job(bound, period, spread, is_pausing=False), groups_per_step=num_groups)
-    shares = [chance.lognormvariate(0, 0.7) for _ in range(num_workers)]
-    rate = factor * job.rollouts_per_step / TRAIN_S
-    places = [chance.choice([1, 1, 2, 4]) for _ in range(num_workers)]
-    offers = [
-        Offer(
-            name=f"w{number}",
-            region="site",
-            count=1,
-            price_per_h=1.0,
-            tokens_per_s=rate * job.completion_tokens * share / sum(shares),
-            concurrency=job.group_size * places[number],
-            down_bytes_per_s=1e12,
-            up_bytes_per_s=1e12,
-        )
-        for number, share in enumerate(shares)
-    ]
+    offers = draw_offers(chance, job, num_workers, factor)
     region = Region(
         name="site", bytes_per_s=job.version_bytes / (broadcast * TRAIN_S), latency_s=0.01
     )
@@ -98,27 +84,14 @@ def draw_fleet(seed: int, num_steps: int) -> tuple[Scenario, dict[str, Any]]:
         alone_speedup=chance.choice([2.0, 100.0]),
         seed=seed,
     )
-    num_losses = chance.choice([0, 0, 1, 2, 4])
-    faults = [
-        FaultRow(
-            at_s=chance.uniform(10, num_steps) * TRAIN_S,
-            kind="preempt",
-            target=f"w{chance.randrange(num_workers)}-1",
-            for_s=chance.uniform(1, 10) * TRAIN_S,
-        )
-        for _ in range(num_losses)
-    ]
-    group_s = fmean(
-        job.group_size * job.completion_tokens * place / offer.tokens_per_s
-        for place, offer in zip(places, offers, strict=True)
-    )
+    faults = draw_losses(chance, num_workers, num_steps)
     scenario = Scenario(
         name=f"fleet {seed}",
         fleet=RentedFleet(offers=tuple(offers), regions={"site": region}, uplink_bytes_per_s=1e12),
         job=job,
         counts=[1] * num_workers,
         settings=settings,
-        faults=tuple(faults),
+        faults=faults,
     )
     case = {
         "max_staleness": bound,
@@ -128,10 +101,45 @@ def draw_fleet(seed: int, num_steps: int) -> tuple[Scenario, dict[str, Any]]:
         "spread": spread,
         "workers": num_workers,
         "groups_per_step": num_groups,
-        "losses": num_losses,
-        "group_s": group_s,
+        "losses": len(faults),
+        "group_s": fmean(
+            job.completion_tokens * offer.concurrency / offer.tokens_per_s for offer in offers
+        ),
     }
     return scenario, case
+
+
+def draw_offers(chance: random.Random, job: Job, num_workers: int, factor: float) -> list[Offer]:
+    """Return unequal workers that together have `factor` times the rate that the job requires."""
+    shares = [chance.lognormvariate(0, 0.7) for _ in range(num_workers)]
+    places = [chance.choice([1, 1, 2, 4]) for _ in range(num_workers)]
+    rate = factor * job.rollouts_per_step / TRAIN_S
+    return [
+        Offer(
+            name=f"w{number}",
+            region="site",
+            count=1,
+            price_per_h=1.0,
+            tokens_per_s=rate * job.completion_tokens * share / sum(shares),
+            concurrency=job.group_size * place,
+            down_bytes_per_s=1e12,
+            up_bytes_per_s=1e12,
+        )
+        for number, (share, place) in enumerate(zip(shares, places, strict=True))
+    ]
+
+
+def draw_losses(chance: random.Random, num_workers: int, num_steps: int) -> tuple[FaultRow, ...]:
+    """Return up to four workers that are taken away for a while, each as a fault."""
+    return tuple(
+        FaultRow(
+            at_s=chance.uniform(10, num_steps) * TRAIN_S,
+            kind="preempt",
+            target=f"w{chance.randrange(num_workers)}-1",
+            for_s=chance.uniform(1, 10) * TRAIN_S,
+        )
+        for _ in range(chance.choice([0, 0, 1, 2, 4]))
+    )
 
 
 def draw_grid(

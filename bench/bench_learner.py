@@ -55,7 +55,8 @@ from echo.engine import allocator
 from echo.train.optimizer import KINDS
 
 
-def main() -> None:
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of the benchmark's arguments."""
     parser = harness.new_parser(__doc__)
     parser.add_argument("part", nargs="?", choices=PARTS, default="step")
     parser.add_argument(
@@ -97,6 +98,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512, help="of balance")
     parser.add_argument("--ranks", type=int, help="of balance, 8, and of memory, 1")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0 for all cores")
+    return parser
+
+
+def main() -> None:
+    parser = new_parser()
     arguments = harness.parse(parser, model="tiny", tokens=1024, micro_batches=2, steps=2)
     prepare_process(arguments.threads)
     arguments.dtype = arguments.dtype or usual_dtype(arguments.device)

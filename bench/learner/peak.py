@@ -47,7 +47,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make steps of SmolLM2's shape with a vocabulary; this process has made none before."""
     torch.set_num_threads(arguments.threads)
     allocator.tune(os.environ)  # as every node does
-    shares = arguments.case != "apart"
     config = AutoConfig.for_model(
         "llama",
         vocab_size=arguments.of,
@@ -65,27 +64,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         config.save_pretrained(directory)
-        source = ModelSource(model_dir=directory, tensors=weights)
-        if arguments.case == "lora":  # a base is read from files
-            save_safetensors(directory, {key: weights[key].bfloat16() for key in weights})
-            source = ModelSource(
-                model_dir=directory, lora=Lora(base_dir=directory, rank=16, alpha=32)
-            )
         settings = settings_of(arguments)
+        shares = arguments.case != "apart"
         items = budget_of(settings, directory, weights.num_params, shares_prompts=shares)
-        trainer = Trainer(
-            source,
-            Compute(
-                device=torch.device("cpu"),
-                dtype=getattr(torch, arguments.dtype),
-                share_prompts=shares,
-                gradient_checkpointing=arguments.case == "checkpointed",
-            ),
-            loss=build_loss(settings),
-            optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0),
-            advantages=AdvantageSettings(),
-            reference=source if settings.reference.kl_coef else None,
-        )
+        trainer = make_trainer(arguments, settings, directory, weights)
     rng, peaks = random.Random(0), []
     with ThreadPoolExecutor(1) as pool:  # as in a node: memory of a thread comes from an own heap
         for _ in range(NUM_STEPS):
@@ -104,6 +86,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "reckoned/peak": round(reckoned / peak, 3),
         "items_mb": {name: round(size / 1e6) for name, size in items.items()},
     }
+
+
+def make_trainer(
+    arguments: argparse.Namespace, settings: Config, directory: Path, weights: RandomWeights
+) -> Trainer:
+    """Return the trainer of a case; `directory` has the model's configuration."""
+    source = ModelSource(model_dir=directory, tensors=weights)
+    if arguments.case == "lora":  # a base is read from files
+        save_safetensors(directory, {key: weights[key].bfloat16() for key in weights})
+        source = ModelSource(model_dir=directory, lora=Lora(base_dir=directory, rank=16, alpha=32))
+    return Trainer(
+        source,
+        Compute(
+            device=torch.device("cpu"),
+            dtype=getattr(torch, arguments.dtype),
+            share_prompts=arguments.case != "apart",
+            gradient_checkpointing=arguments.case == "checkpointed",
+        ),
+        loss=build_loss(settings),
+        optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=0),
+        advantages=AdvantageSettings(),
+        reference=source if settings.reference.kl_coef else None,
+    )
 
 
 def settings_of(arguments: argparse.Namespace) -> Config:

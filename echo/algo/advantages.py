@@ -50,6 +50,18 @@ def group_advantages(
     almost all wrong have the largest advantages. This function cannot detect that a group has lost
     rollouts.
     """
+    _check(rewards)
+    values = rewards.astype(np.float64)
+    advantages = values - _baselines(values, value_beta)
+    if leave_one_out:
+        advantages *= values.shape[1] / (values.shape[1] - 1)
+    if normalize_by_std:
+        advantages /= values.std(1, ddof=1, keepdims=True) + STD_FLOOR
+    is_equal = values.max(1, keepdims=True) == values.min(1, keepdims=True)
+    return np.where(is_equal, 0.0, advantages)
+
+
+def _check(rewards: npt.NDArray[np.floating]) -> None:
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
             f"rewards have shape {list(rewards.shape)}, expected [groups, group_size] with "
@@ -61,21 +73,20 @@ def group_advantages(
     if not is_finite.all():
         row = int(is_finite.argmin())
         raise ValueError(f"rewards of row {row} are not all finite: {rewards[row].tolist()}")
-    values = rewards.astype(np.float64)
+
+
+def _baselines(
+    values: npt.NDArray[np.float64], value_beta: float | None
+) -> npt.NDArray[np.float64]:
+    """Return the mean of each group's rewards, or with `value_beta` its V; [N, 1]."""
     if value_beta is None:
-        baseline = values.mean(1, keepdims=True)
-    else:
-        # Relative to the largest reward, so that a small b does not overflow.
-        largest = values.max(1, keepdims=True)
-        mean = np.exp((values - largest) / value_beta).mean(1, keepdims=True)
-        baseline = largest + value_beta * np.log(mean)
-    advantages = values - baseline
-    if leave_one_out:
-        advantages *= values.shape[1] / (values.shape[1] - 1)
-    if normalize_by_std:
-        advantages /= values.std(1, ddof=1, keepdims=True) + STD_FLOOR
-    is_equal = values.max(1, keepdims=True) == values.min(1, keepdims=True)
-    return np.where(is_equal, 0.0, advantages)
+        means: npt.NDArray[np.float64] = values.mean(1, keepdims=True)
+        return means
+    # Relative to the largest reward, so that a small b does not overflow.
+    largest = values.max(1, keepdims=True)
+    mean = np.exp((values - largest) / value_beta).mean(1, keepdims=True)
+    baselines: npt.NDArray[np.float64] = largest + value_beta * np.log(mean)
+    return baselines
 
 
 def overlong_penalties(

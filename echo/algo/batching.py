@@ -623,6 +623,13 @@ class _Layout:
             places[own] = np.arange(start, start + len(own))
         self._add_tree(places)
 
+    def fill(self, row_sizes: RowSizes, max_tokens: int) -> int:
+        """Fill a packed row to one of the sizes; return the number of tokens added."""
+        num_filled = row_sizes.packed(self.row.size, max_tokens=max_tokens) - self.row.size
+        for _ in range(num_filled):
+            self.row.add(1)
+        return num_filled
+
     def _add_tree(self, places: Places) -> None:
         self.trees[len(self.starts)] = places
         self.starts.append((0, 0))
@@ -734,17 +741,13 @@ def collate(
         max_tokens: limit of a micro-batch's tokens, also for filling by `row_sizes`.
     """
     units = range(len(samples)) if units is None else units
-    row_sizes = row_sizes or RowSizes()
-    if not is_packed:
-        layout = _padded_rows(samples, row_sizes, max_tokens)
-    else:
-        layout = _together(samples, units) if shares_tokens else _apart(samples)
-    row, num_filled = layout.row, 0
+    row_sizes, num_filled = row_sizes or RowSizes(), 0
     if is_packed:
-        num_filled = row_sizes.packed(row.size, max_tokens=max_tokens) - row.size
-        for _ in range(num_filled):
-            row.add(1)
-    input_ids = row.input_ids()
+        layout = _together(samples, units) if shares_tokens else _apart(samples)
+        num_filled = layout.fill(row_sizes, max_tokens)
+    else:
+        layout = _padded_rows(samples, row_sizes, max_tokens)
+    row = layout.row
     rollouts = [sample.rollout for sample in samples]
     sizes = np.array([rollout.num_tokens for rollout in rollouts])
     is_token = np.arange(sizes.max()) < sizes[:, None]
@@ -752,28 +755,24 @@ def collate(
     predictors = _predictors(samples, layout, is_token)
     mask = is_token & (predictors >= 0)
     if not score_all:
-        mask = padded([rollout.completion_mask for rollout in rollouts], np.bool_)
+        mask = padded([rollout.completion_mask for rollout in rollouts], np.bool_).numpy()
     proximal = [
         sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None
     ]
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).view(-1, row.size if is_packed else row.lengths[0]),
-        token_ids=torch.from_numpy(padded([each.token_ids for each in rollouts], np.int64)),
+        input_ids=torch.from_numpy(row.input_ids()).view(1 if is_packed else len(row.lengths), -1),
+        token_ids=padded([each.token_ids for each in rollouts], np.int64),
         predictors=torch.from_numpy(predictors.clip(0)),
-        sampler_logprobs=torch.from_numpy(
-            padded([each.sampler_logprobs for each in rollouts], np.float32)
-        ),
+        sampler_logprobs=padded([each.sampler_logprobs for each in rollouts], np.float32),
         completion_mask=torch.from_numpy(mask),
         scored=torch.from_numpy(np.flatnonzero(mask)),
         advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
-        version_steps=torch.from_numpy(
-            padded([each.policy_versions[:, 1] for each in rollouts], np.int64)
-        ),
+        version_steps=padded([each.policy_versions[:, 1] for each in rollouts], np.int64),
         group_index=torch.tensor([sample.group_index for sample in samples]),
         log_expectations=torch.tensor(
             [sample.log_expectation for sample in samples], dtype=torch.float32
         ),
-        proximal_logprobs=torch.from_numpy(padded(proximal, np.float32)) if proximal else None,
+        proximal_logprobs=padded(proximal, np.float32) if proximal else None,
         supports=id_sets(rollouts, mask),
         lacking=lacking_ids(rollouts, mask),
         likely=LikelyTokens.of(rollouts, mask),
@@ -784,11 +783,11 @@ def collate(
 
 def _padded(
     is_token: npt.NDArray[np.bool_], values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike
-) -> npt.NDArray[Any]:
-    """Return the values of each rollout as a row of a [B, T] array, 0 in padding.
+) -> Tensor:
+    """Return the values of each rollout as a row of a [B, T] tensor, 0 in padding.
 
     `is_token` is False in padding.
     """
     rows = np.zeros(is_token.shape, dtype)
     rows[is_token] = np.concatenate(values)
-    return rows
+    return torch.from_numpy(rows)

@@ -221,15 +221,23 @@ def _check_agent(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_without_effect(config: Config) -> Iterator[Problem]:
-    """Report changed settings that no code would read."""
+def _dependent_keys(config: Config) -> tuple[tuple[str, bool, str, str], ...]:
+    """Return the keys that only another key gives an effect.
+
+    Each has: the key, whether it has no effect here, the reason, and the other key.
+    """
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
     no_agent = (config.agent.listen is None, "agent.listen is not set", "agent.listen")
     no_lora = (config.lora.rank == 0, "lora.rank = 0", "lora.rank")
     is_free = config.activation.mode == "off"
+    no_eval = (
+        config.eval.interval_steps == 0,
+        "eval.interval_steps = 0 switches the evaluation off",
+        "eval.interval_steps",
+    )
     no_choice = (is_free, 'activation.mode = "off"', "activation.mode")
-    idle = (
+    return (
         (
             "rollout.over_submission",
             config.sync.max_staleness == 0,
@@ -263,16 +271,7 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             "worker.price_per_h is not set",
             "worker.price_per_h",
         ),
-        *(
-            (
-                f"eval.{name}",
-                config.eval.interval_steps == 0,
-                "eval.interval_steps = 0 switches the evaluation off",
-                "eval.interval_steps",
-            )
-            for name in EvalSection.model_fields
-            if name != "interval_steps"
-        ),
+        *((f"eval.{n}", *no_eval) for n in EvalSection.model_fields if n != "interval_steps"),
         (
             "alerts.max_rollbacks",
             config.alerts.on_divergence != "rollback",
@@ -286,8 +285,12 @@ def _check_without_effect(config: Config) -> Iterator[Problem]:
             "metrics.sinks",
         ),
     )
+
+
+def _check_without_effect(config: Config) -> Iterator[Problem]:
+    """Report changed settings that no code would read."""
     known = leaves(kinds_of(config))
-    for key, is_idle, why, cause in idle:
+    for key, is_idle, why, cause in _dependent_keys(config):
         default = known[tuple(key.split("."))].defaults[config.profile]
         if is_idle and _value(config, key) != default:
             text = f"has no effect: {why}; remove one of the two"

@@ -460,6 +460,31 @@ def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
         )
 
 
+def _make_launcher(
+    arguments: dict[str, Any],
+    probe: SwapProbe,
+    lora: Lora | None,
+    *,
+    device: str,
+    process: Process,
+    num_threads: int,
+) -> Launcher:
+    """Return vLLM's launcher; with LoRA it has space for as many adapters as memory allows."""
+    num_versions = Engine.num_versions
+    if lora is not None:
+        free = free_bytes(torch.device("cpu"))
+        num_versions = versions_in_memory(lora, probe.adapter_bytes, free)
+        arguments = arguments | lora_arguments(lora.rank, probe.lora_targets, num_versions)
+    return Launcher(
+        arguments,
+        probe,
+        device=device,
+        process=process,
+        num_threads=num_threads,
+        num_versions=num_versions,
+    )
+
+
 def _swap_remedy(error: EngineDeadError) -> str:
     """Return the remedy if vLLM ran out of memory in a swap, otherwise ""."""
     if not is_out_of_memory(str(error)):
@@ -506,32 +531,27 @@ class VllmEngine(Engine):
         demand: Demand | None = None,
     ) -> None:
         _refuse(device, kv_cache, lora)
-        passed, is_cpu = arguments or {}, device == "cpu"
-        import_vllm(is_cpu=is_cpu, passed=passed, num_threads=num_threads)
+        passed = arguments or {}
+        import_vllm(is_cpu=device == "cpu", passed=passed, num_threads=num_threads)
         self._num_threads = num_threads
         self._clears_cache = kv_cache == "recompute"
         self._lora = lora
         self._probe = SwapProbe(model_dir, dtype, lora)
         engine_arguments = make_arguments(
             model_dir if lora is None else lora.base_dir,
-            is_cpu=is_cpu,
+            is_cpu=device == "cpu",
             dtype=dtype,
             process=process,
             passed=passed,
             demand=demand,
         )
-        if lora is not None:
-            free = free_bytes(torch.device("cpu"))
-            self.num_versions = versions_in_memory(lora, self._probe.adapter_bytes, free)
-            targets = self._probe.lora_targets
-            engine_arguments |= lora_arguments(lora.rank, targets, self.num_versions)
-        self._launcher = Launcher(
+        self._launcher = _make_launcher(
             engine_arguments,
             self._probe,
+            lora,
             device=device,
             process=process,
             num_threads=num_threads,
-            num_versions=self.num_versions,
         )
         self._adapters: dict[VersionSlot, _Installed] = {}
         """Loaded adapters that passed the probe, by slot."""

@@ -17,7 +17,7 @@ from echo.config.load import apply_inherited, check_inherited, has_own_model
 from echo.config.schema import Config, VllmSection
 from echo.core.errors import ConfigError, EngineError, StorageError
 from echo.core.rollout import MAX_UNACKED_GROUPS
-from echo.engine.engine import Demand, Engine
+from echo.engine.engine import Demand, Engine, Sampling
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import Lora, find_base, make_lora
 from echo.engine.model import (
@@ -192,45 +192,28 @@ def build_parts(
     config = config.model_copy(update={"worker": section})
     demand = make_demand(config, settings.get(EXPECTED, {}))
     engine = make_engine(config, model_dir, lora, demand)
-    max_new = config.sampling.max_completion_tokens
     window = min(context_window(model_dir), engine.window or sys.maxsize)
-    in_window = max(1, window - max_new)
-    prompt_tokens, group_size = min(in_window, demand.prompt_tokens), config.batch.group_size
-    num_rollouts = min(
-        engine.max_concurrent_rollouts(prompt_tokens, max_new),
-        config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
-    )
-    in_memory = longest_prompt(engine, in_window, max_new)
-    likely_ids = settings.get(LIKELY_IDS, 0)
-    agents = None
-    if config.agent.listen is not None:
-        agents = _agent_parts(
-            config,
-            config.agent.listen,
-            text,
-            task,
-            node_dir,
-            window=window,
-            likely_ids=likely_ids,
-            max_rollout_tokens=settings[MAX_TREE_TOKENS],
-        )
+    capacity = make_capacity(config, engine, demand, window=window)
+    sampling = make_sampling(config.sampling, text, likely_ids=settings.get(LIKELY_IDS, 0))
     return WorkerParts(
         engine=engine,
         host=task.host,
         runner=make_runner(task.turns, task.host, engine, text),
         decode=text.decode,
-        sampling=make_sampling(config.sampling, text, likely_ids=likely_ids),
-        group_size=group_size,
-        max_prompt_tokens=in_memory,
-        prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
-        groups_per_batch=max(1, num_rollouts // group_size),
-        num_fit=engine.rollouts_in_memory(prompt_tokens, max_new) // group_size,
+        sampling=sampling,
+        group_size=config.batch.group_size,
+        max_prompt_tokens=capacity.max_prompt_tokens,
+        prompt_bound=capacity.prompt_bound,
+        groups_per_batch=capacity.groups_per_batch,
+        num_fit=capacity.num_fit,
         note=note,
         rules=make_rules(config),
         partials_path=node_dir / "partials.bin",
         installed_path=node_dir / "installed.jsonl",
         read_local_image=lambda: read_local_image(config),
-        agents=agents,
+        agents=_agent_parts(
+            config, settings, text, task, node_dir, sampling=sampling, window=window
+        ),
         digests=model_digests(config.model, model_dir, template) | task.digests,
         engine_name=f"{config.engine.kind} {engine_dtype(config)}",
     )
@@ -281,6 +264,35 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How long a prompt may be for a worker, and how many groups it samples at the same time."""
+
+    max_prompt_tokens: int
+    prompt_bound: str
+    groups_per_batch: int
+    num_fit: int
+    """Number of groups in memory if no setting limited it."""
+
+
+def make_capacity(config: Config, engine: Engine, demand: Demand, *, window: int) -> Capacity:
+    """Return the capacity of a worker's engine; `window` is the model's, in tokens."""
+    max_new, group_size = config.sampling.max_completion_tokens, config.batch.group_size
+    in_window = max(1, window - max_new)
+    in_memory = longest_prompt(engine, in_window, max_new)
+    prompt_tokens = min(in_window, demand.prompt_tokens)
+    num_rollouts = min(
+        engine.max_concurrent_rollouts(prompt_tokens, max_new),
+        config.worker.max_concurrent_rollouts or DEFAULT_MAX_CONCURRENT_ROLLOUTS,
+    )
+    return Capacity(
+        max_prompt_tokens=in_memory,
+        prompt_bound="the model's window" if in_memory == in_window else "this worker's memory",
+        groups_per_batch=max(1, num_rollouts // group_size),
+        num_fit=engine.rollouts_in_memory(prompt_tokens, max_new) // group_size,
+    )
+
+
 def longest_prompt(engine: Engine, most: int, max_completion_tokens: int) -> int:
     """Return the longest prompt, up to `most`, with which a rollout fits into memory."""
 
@@ -311,22 +323,25 @@ def inherit(config: Config, settings: Mapping[str, Any], node_dir: Path) -> Conf
 
 def _agent_parts(
     config: Config,
-    listen: str,
+    settings: Mapping[str, Any],
     text: tokenization.TextCodec,
     task: WorkerTask,
     node_dir: Path,
     *,
+    sampling: Sampling,
     window: int,
-    likely_ids: int,
-    max_rollout_tokens: int,
-) -> AgentParts:
+) -> AgentParts | None:
+    """Return what the endpoint for outside agents needs; None if the run has no agents."""
+    listen = config.agent.listen
+    if listen is None:
+        return None
     return AgentParts(
         dialogue=Dialogue(text),
-        sampling=make_sampling(config.sampling, text, likely_ids=likely_ids),
+        sampling=sampling,
         group_size=config.batch.group_size,
         window=window,
         max_session_tokens=config.agent.max_session_tokens,
-        max_rollout_tokens=max_rollout_tokens,
+        max_rollout_tokens=settings[MAX_TREE_TOKENS],
         session_timeout_s=config.agent.session_timeout_s,
         model_name=config.run.name,
         listen=listen,

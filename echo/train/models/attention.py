@@ -103,6 +103,17 @@ class LayerShape:
     it.
     """
 
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> LayerShape:
+        """Return the sizes of a layer from its states, each [1, heads, tokens, width]."""
+        return LayerShape(
+            num_heads=query.shape[1],
+            num_key_heads=key.shape[1],
+            width=query.shape[3],
+            value_width=value.shape[3],
+            window=window,
+        )
+
 
 def is_dense(width: int, value_width: int, window: int | None) -> bool:
     """Return whether cuDNN's dense products can compute a layer's long segments.

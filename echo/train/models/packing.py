@@ -230,15 +230,7 @@ def packed_attention(
         module, query, key, is_masked=is_masked, window=sliding_window, others=others
     )
     if seen_shapes is not None:
-        seen_shapes.add(
-            LayerShape(
-                num_heads=query.shape[1],
-                num_key_heads=key.shape[1],
-                width=query.shape[3],
-                value_width=value.shape[3],
-                window=sliding_window,
-            )
-        )
+        seen_shapes.add(LayerShape.of(query, key, value, sliding_window))
     if segment_runs is not None:
         return _attend_runs(query, key, value, segment_runs, scaling, sliding_window), None
     if cu_seq_lens_q is None:
