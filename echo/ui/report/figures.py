@@ -286,6 +286,24 @@ def _line(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: 
     axes.plot(xs, ys, "o-" if len(points) == 1 else "-", color=color, linewidth=1.6, label=label)
 
 
+def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points with the running mean of their values."""
+    return list(zip((x for x, _ in points), smoothed([y for _, y in points]), strict=True))
+
+
+def _line_of_each(
+    axes: Axes,
+    runs: Sequence[ReportedRun],
+    points_of: Callable[[ReportedRun], Sequence[tuple[float, float]]],
+) -> bool:
+    """Draw a line for each run that has points; return whether there is any."""
+    lines = [(run.name, points_of(run)) for run in runs]
+    for color, (name, points) in zip(_colors(len(lines)), lines, strict=True):
+        if points:
+            _line(axes, points, color, short(name))
+    return any(points for _, points in lines)
+
+
 def _set_log(axes: Axes, values: Sequence[float]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -346,7 +364,8 @@ def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
     values: list[float] = []
     for color, run in zip(_colors(len(runs)), runs, strict=True):
         rows = [row for row in run.history.train if row["reward/mean"] is not None]
-        steps, means = [row["step"] for row in rows], [row["reward/mean"] for row in rows]
+        points = _points(rows, "reward/mean")
+        steps, means = [step for step, _ in points], [mean for _, mean in points]
         name = "mean of the steps, smoothed" if len(runs) == 1 else short(run.name)
         if rows and len(runs) == 1:
             spreads = [row.get("reward/std") or 0.0 for row in rows]
@@ -356,7 +375,7 @@ def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
             axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0, label=label)
             axes.plot(steps, means, color=color, alpha=0.35, linewidth=0.8)
         if rows:
-            _line(axes, list(zip(steps, smoothed(means), strict=True)), color, name)
+            _line(axes, _smooth(points), color, name)
         drawn |= bool(rows)
         values += means
         drawn |= _evaluations(axes, run, None if len(runs) == 1 else color, values)
@@ -381,9 +400,7 @@ def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
     for color, name in zip(_colors(len(names)), names, strict=True):
         points = _points(rows, name)
         if points:
-            steps, means = zip(*points, strict=True)
-            line = list(zip(steps, smoothed(means), strict=True))
-            _line(axes, line, color, short(parts[name]))
+            _line(axes, _smooth(points), color, short(parts[name]))
     if not names:
         return False
     axes.set_ylabel("mean")
@@ -417,13 +434,7 @@ def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[f
 def _staleness(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
     """Draw the trained tokens' shares by staleness; for several runs, the mean staleness."""
     if len(runs) > 1:
-        drawn = False
-        for color, run in zip(_colors(len(runs)), runs, strict=True):
-            points = _points(run.history.train, "staleness/mean")
-            if points:
-                _line(axes, points, color, short(run.name))
-            drawn |= bool(points)
-        if not drawn:
+        if not _line_of_each(axes, runs, lambda r: _points(r.history.train, "staleness/mean")):
             return False
         axes.set_ylabel("mean, optimizer steps")
         axes.set_ylim(bottom=0)
@@ -588,17 +599,16 @@ def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
 
 
 def _waiting(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    drawn = False
-    for color, run in zip(_colors(len(runs)), runs, strict=True):
-        rows = [row for row in run.history.train if row.get("time/step")]
-        shares = [
-            min(1.0, (row.get("time/wait_for_batch") or 0) / row["time/step"]) for row in rows
-        ]
-        if rows:
-            steps = [row["step"] for row in rows]
-            _line(axes, list(zip(steps, shares, strict=True)), color, short(run.name))
-        drawn |= bool(rows)
-    if not drawn:
+    def shares(run: ReportedRun) -> list[tuple[float, float]]:
+        return _smooth(
+            [
+                (row["step"], min(1.0, (row.get("time/wait_for_batch") or 0) / row["time/step"]))
+                for row in run.history.train
+                if row.get("time/step")
+            ]
+        )
+
+    if not _line_of_each(axes, runs, shares):
         return False
     axes.set_ylabel("share of the time")
     axes.set_ylim(0, 1)
