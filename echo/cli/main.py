@@ -35,7 +35,9 @@ COMMANDS = {
         parsers.plan_parser,
         "planner",
     ),
-    "sim": Command("simulate a run with the code that would run it", parsers.sim_parser, "planner"),
+    "sim": Command(
+        "simulate a run on virtual time with the code of real runs", parsers.sim_parser, "planner"
+    ),
     "quickstart": Command(
         "train a small model with four processes on this machine",
         parsers.quickstart_parser,

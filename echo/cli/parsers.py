@@ -64,15 +64,24 @@ def _path(argument: str) -> Path:
     return path
 
 
-def _add_set(parser: argparse.ArgumentParser) -> None:
+def _add_list(parser: argparse.ArgumentParser, option: str, metavar: str, text: str) -> None:
+    """Add an option that may be repeated; its values are collected in a list."""
     parser.add_argument(
-        "--set",
+        option,
         type=_text,
         action="append",
         default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one key of the configuration; may be repeated",
+        metavar=metavar,
+        help=f"{text}; may be repeated",
     )
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "--set", "SECTION.KEY=VALUE", "override one key of the configuration")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
 
 
 def node_parser() -> argparse.ArgumentParser:
@@ -87,8 +96,8 @@ def node_parser() -> argparse.ArgumentParser:
         "--config",
         type=_path,
         metavar="FILE",
-        help="TOML, the same for all roles; or a run's config.json; a worker or relay with the "
-        "run's join string in the environment's ECHO_JOIN needs none",
+        help="TOML file, the same for all roles, or a run's config.json; not needed by a worker or "
+        "relay that has the run's join string in the environment variable ECHO_JOIN",
     )
     _add_set(parser)
     parser.add_argument(
@@ -123,7 +132,8 @@ def node_parser() -> argparse.ArgumentParser:
         "--log-events",
         type=_path,
         metavar="FILE",
-        help="append what this node's role receives and returns to this file, as JSON lines",
+        help="append each event of this node, and the actions that follow, to this file as JSON "
+        "lines",
     )
     parser.add_argument("--help-config", action="store_true", help="print every configuration key")
     return parser
@@ -140,16 +150,16 @@ def doctor_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--role",
         choices=ROLES,
-        help="of the node to check (default: learner with --config alone, else worker)",
+        help="role of the node to check (default: learner with --config alone, else worker)",
     )
     parser.add_argument(
-        "--config", type=_path, metavar="FILE", help="check what this node would need, as --dry-run"
+        "--config", type=_path, metavar="FILE", help="check what a node with this file would need"
     )
     parser.add_argument(
         "--connect",
         metavar="JOIN",
         type=_text,
-        help="try the way to a learner: its join string, by default that of ECHO_JOIN",
+        help="try to reach the learner of this join string (default: that of ECHO_JOIN)",
     )
     _add_set(parser)
     parser.add_argument(
@@ -201,37 +211,29 @@ def sim_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl sim`."""
     parser = _parser(
         "sim",
-        "Simulate a run with the code that would run it, and say what it comes to.",
+        "Simulate a run on virtual time with the code of real runs, and print how fast it is.",
         "A file to start from: configs/scenario-example.toml; a fleet file is a scenario. "
         f"{EXIT_CODES_HELP}",
     )
     parser.add_argument(
-        "files", nargs="*", type=_path, metavar="SCENARIO", help="TOML: fleet, job, what goes wrong"
+        "files", nargs="*", type=_path, metavar="SCENARIO", help="TOML: fleet, job and faults"
     )
-    parser.add_argument(
+    _add_list(
+        parser,
         "--set",
-        type=_text,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="table.key=value or list.name.key=value, such as job.max_staleness=4",
+        "KEY=VALUE",
+        "override table.key=value or list.name.key=value, such as job.max_staleness=4",
     )
     parser.add_argument(
         "--plan",
         type=_path,
         metavar="PLAN",
-        help="rent what this plan.json of `echo-rl plan` says, at its publish period",
+        help="rent the nodes of this plan.json of `echo-rl plan`, and take its publish period",
     )
+    text = "simulate each value of a key, or of several keys each combination"
+    _add_list(parser, "--sweep", "KEY=V1,V2,...", text)
     parser.add_argument(
-        "--sweep",
-        type=_text,
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2,...",
-        help="simulate every value of a key, and every combination of several",
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="with --sweep: N seeds of each"
+        "--seeds", type=int, default=1, metavar="N", help="with --sweep: simulate each with N seeds"
     )
     out = Path("build") / "sim"
     _add_output(parser, out=out, files="sim.json, metrics.jsonl and sim.png")
@@ -255,7 +257,9 @@ def quickstart_parser() -> argparse.ArgumentParser:
         help="train a pretrained model on word problems in place of the small one: smollm2 "
         "(downloads 93 MB once), a directory, or an id on the Hugging Face hub",
     )
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="worker processes (default: 2)"
+    )
     parser.add_argument(
         "--resume", type=_path, metavar="DIR", help="continue a run, for example runs/quickstart"
     )
@@ -265,8 +269,8 @@ def quickstart_parser() -> argparse.ArgumentParser:
 
 
 _RUN = (
-    "the run's directory; or a file with the line in its keys/view or keys/operate, copied from "
-    "the learner's machine"
+    "the run's directory, or a copy of its file keys/view or keys/operate from the learner's "
+    "machine"
 )
 
 
@@ -274,7 +278,7 @@ def status_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl status`."""
     parser = _parser(
         "status",
-        "Print the status of a run: asked of its learner, or as it was saved last.",
+        "Print the status of a run: the learner's answer, or else the status that was saved last.",
         EXIT_CODES_HELP,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -295,9 +299,9 @@ def top_parser() -> argparse.ArgumentParser:
 
 ACTS_HELP = """\
 acts:
-  pause RUN            grant no more groups; what was granted goes on, and nothing is lost
-  resume RUN           go on
-  drain NODE RUN       let a node finish what it has, and leave
+  pause RUN            grant no more groups; those that workers have go on, and nothing is lost
+  resume RUN           grant groups again
+  drain NODE RUN       let a node finish the groups that it has, and leave
   standby NODE RUN     give a worker no leases and no weights, until `resume NODE RUN`
   resume NODE RUN      give a worker leases again, as far as it is needed
   set KEY VALUE RUN    sync.max_staleness (for new leases, up to its value at the start),
@@ -310,7 +314,7 @@ def ctl_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl ctl`."""
     parser = _parser(
         "ctl",
-        "Operate a run from anywhere. Each act is answered, and recorded in ledger and log.",
+        "Operate a run from anywhere. The learner answers and records each act.",
         f"{ACTS_HELP}\n{textwrap.fill(EXIT_CODES_HELP, 100)}",
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -326,11 +330,11 @@ def ledger_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl ledger`."""
     parser = _parser(
         "ledger",
-        "Print what happened to every group of a run: one JSON object a line, oldest "
-        "first, each with the bytes that were written. A run that goes on may be read.",
+        "Print what happened to every group of a run, oldest first: the lines of JSON as they were "
+        "written. The run may be under way.",
         EXIT_CODES_HELP,
     )
-    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
+    _add_run(parser)
     return parser
 
 
@@ -342,7 +346,7 @@ def explain_parser() -> argparse.ArgumentParser:
         "help. The run may be under way, finished or crashed.",
         EXIT_CODES_HELP,
     )
-    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
+    _add_run(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object per stall")
     return parser
 
@@ -355,17 +359,17 @@ def rollouts_parser() -> argparse.ArgumentParser:
         "end. The run may be under way, finished or crashed. Without options: the newest rollouts.",
         EXIT_CODES_HELP,
     )
-    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
-    parser.add_argument("--step", type=int, metavar="N", help="those that step N trained")
-    parser.add_argument("--group", type=int, metavar="G", help="those of group G")
+    _add_run(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="rollouts that step N trained on")
+    parser.add_argument("--group", type=int, metavar="G", help="rollouts of group G")
     parser.add_argument(
-        "--grep", type=_text, metavar="TEXT", help="those with TEXT in prompt or completion"
+        "--grep", type=_text, metavar="TEXT", help="rollouts with TEXT in prompt or completion"
     )
     order = parser.add_mutually_exclusive_group()
     for name, which in (
-        ("best", "the K of highest reward"),
-        ("worst", "the K of lowest reward"),
-        ("random", "K at random"),
+        ("best", "the K rollouts of highest reward"),
+        ("worst", "the K rollouts of lowest reward"),
+        ("random", "K rollouts at random"),
     ):
         order.add_argument(f"--{name}", type=int, metavar="K", help=which)
     form = parser.add_mutually_exclusive_group()
@@ -408,11 +412,11 @@ def report_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl report`."""
     parser = _parser(
         "report",
-        "Write a report of a run: one HTML file that loads nothing, and its figures as PNG files. "
+        "Write a report of a run: one self-contained HTML file, and its figures as PNG files. "
         "The run may be under way, finished or crashed.",
         EXIT_CODES_HELP,
     )
-    parser.add_argument("run", type=_path, metavar="RUN", help="the run's directory")
+    _add_run(parser)
     parser.add_argument(
         "--compare",
         type=_path,

@@ -66,7 +66,7 @@ class JobRow(Strict):
     has_pausing_workers: bool = False
     """Whether workers stop generating while new weights arrive."""
     margin: Amount = 0.1
-    """Share by which the fleet's rate is to exceed the required rate."""
+    """Spare rate of the fleet, as a share of the required rate."""
     rate_spread: Amount = 0.1
     """Standard deviation of the time in which the fleet makes one batch, divided by its mean."""
     budget_per_h: Positive | None = None
@@ -195,7 +195,7 @@ class SimRow(Strict):
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Number of rented nodes by offer; all nodes of an offer that is not named are rented."""
     profile: Literal["lan", "wan"] = "wan"
-    """Profile whose defaults the network's four times have; the defaults shown are those of wan."""
+    """Profile that the next four keys take their defaults from; those of wan are shown."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
     """As network.heartbeat_s."""
     dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
@@ -221,7 +221,7 @@ class SimRow(Strict):
     swap_s: Instant = 0.5
     """Time in which new weights are installed in an engine."""
     publish_s: Instant = 0.0
-    """Time in which the learner makes a version, and does nothing else."""
+    """Time in which the learner makes a version and does not train."""
     ledger_s: Instant = 0.01
     """Time until an accepted group is on the learner's disk."""
     join_within_s: Instant = 5.0

@@ -36,8 +36,8 @@ ScoreCentering = Annotated[
     Field(
         ge=0,
         le=MAX_LIKELY_IDS,
-        description="Center scores by this many of the sampler's most likely ids of each token, "
-        "which workers then send; 32 is usual; 0 is off.",
+        description="How many of the sampler's most likely ids of each token center its score; "
+        "workers send them. 32 is usual, 0 is off.",
     ),
 ]
 ClipHigh = Annotated[
@@ -46,7 +46,7 @@ ClipHigh = Annotated[
 ]
 DualClip = Annotated[
     Annotated[float, Field(gt=1)] | Off,
-    Field(description="Bound on the ratio where the advantage is negative; false is off."),
+    Field(description="Largest ratio that counts where the advantage is negative; false is off."),
 ]
 RATIO_UNDER_TOP_K = 0.9
 """The assumed value of Z (see the module) if top-k or min-p is set. A loss gets tokens whose set is
@@ -56,7 +56,10 @@ some percent, which would clip every token.
 """
 
 Aggregation = Annotated[
-    Literal["token_mean", "sequence_mean"], Field(description="Mean over tokens, or over rollouts.")
+    Literal["token_mean", "sequence_mean"],
+    Field(
+        description="token_mean: every token has the same weight; sequence_mean: every rollout has."
+    ),
 ]
 
 
@@ -68,11 +71,13 @@ class LossSection(Section):
     leave_one_out: bool = False
     """Leave a rollout's own reward out of the mean it is compared with."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Tokens before the limit over which rewards fall by up to 1; 0 is off."""
+    """Tokens before the limit of a completion within which its reward falls, by 1 at the limit; 0
+    is off."""
     overlong_filter: bool = False
-    """Do not train on completions cut off at the limit."""
+    """Do not train on completions that were cut off at the limit."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of a bonus on the policy's entropy, per token; trains every rollout; 0 is off."""
+    """Weight of a bonus on the policy's entropy, per token, which trains on every rollout; 0 is
+    off."""
 
     @property
     def value_beta(self) -> float | None:
@@ -100,13 +105,15 @@ class MaskedLossSection(LossSection):
     """A loss that can leave out rollouts whose ratios are out of range."""
 
     geometric_low: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts whose geometric mean ratio is below this; under staleness nearly all."""
+    """Leave out rollouts whose tokens' ratios have a geometric mean below this. The usual 0.99
+    leaves out nearly every stale rollout."""
     geometric_high: float | None = Field(default=None, ge=1)
-    """Leave out rollouts whose geometric mean ratio is above this."""
+    """Leave out rollouts whose tokens' ratios have a geometric mean above this."""
     veto: float | None = Field(default=None, ge=0, le=1)
     """Leave out rollouts with a token whose ratio is below this; 1e-4 is usual."""
     opsm: float | None = Field(default=None, ge=0)
-    """Leave out bad rollouts further off-policy than this, nats per token; 1e-4 is usual."""
+    """Leave out rollouts with a negative advantage whose mean log-ratio is below minus this, in
+    nats per token; 1e-4 is usual."""
 
     def masks(self) -> dict[str, float | None]:
         """Return the four thresholds that leave out rollouts, by name; None is off."""
@@ -195,7 +202,8 @@ class OaplSection(MaskedLossSection):
     leave_one_out: Literal[False] = False
     """Only false: the value that rewards are compared with is over the whole group."""
     beta: float = Field(default=1e-3, gt=0)
-    """Reward that one nat of a rollout's log-ratio is worth; smaller moves further."""
+    """Reward that one nat of a rollout's log-ratio is worth; a smaller value moves the policy
+    further."""
     baseline_beta: float = Field(default=1.0, gt=0)
     """b of the value b ln mean exp(r / b) that rewards are compared with."""
 
@@ -224,13 +232,15 @@ class DecoupledPpoSection(ClippedSection):
     kind: Literal["decoupled_ppo"]
     dual_clip: DualClip = False
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """The proximal policy: the learner's when the step begins, or one version earlier."""
+    """The proximal policy. recompute: the learner's policy when the step begins; loglinear: an
+    estimate of the policy one version earlier."""
     importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] = (
         "token_tis"
     )
-    """How proximal / sampler is bounded: truncated or masked, by token or by rollout."""
+    """How the ratio of the proximal policy to the sampler is bounded: truncated (tis) or masked
+    (mis), by token or by rollout (sequence)."""
     importance_cap: float = Field(default=2.0, ge=1)
-    """Ratio at which the weight is cut or drops."""
+    """Ratio above which the weight is truncated (tis) or becomes 0 (mis)."""
 
     def least_ratios(self) -> dict[str, float]:
         """Return the smallest ratios that the masks and the clip accept, by key.

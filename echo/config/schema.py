@@ -134,9 +134,10 @@ class ModelSection(Section):
     dtype: Inherited[Literal["bfloat16", "float16", "float32"]] = "bfloat16"
     """Type of the published weights; the learner keeps its own in float32."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention code of transformers; auto is sdpa, or eager where a model cannot have that."""
+    """Attention implementation of transformers; auto: sdpa, or eager for a model without sdpa."""
     chat_template: Inherited[str | None] = None
-    """Jinja file that replaces the tokenizer's chat template; "none" sends text as it stands."""
+    """Jinja file that replaces the tokenizer's chat template; "none": text prompts get no
+    template."""
     chat_template_kwargs: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
 
@@ -153,11 +154,11 @@ class TaskSection(Section):
     reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)
     """Seconds that one reward may take before its group is refused."""
     step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
-    """Seconds that one call of an environment (a tool, a turn), or an example, may take."""
+    """Seconds that one call of the task may take: a tool, a turn of an environment, an example."""
     max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
-    """Largest reward, either way; a group with one beyond it ends as reward_too_large."""
+    """Largest absolute reward; a group with a larger one ends as reward_too_large."""
     max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
-    """Turns of the policy after which an environment that goes on is ended."""
+    """Most turns of the policy in one episode; after the last one the episode ends."""
 
 
 class RewardSection(Section):
@@ -165,11 +166,13 @@ class RewardSection(Section):
 
     roles = ("learner", "worker")
     where: Inherited[Literal["worker", "learner"]] = "worker"
-    """worker: where the answer is sampled; learner: there, and references never leave it."""
+    """Where rewards are computed. worker: on the worker that sampled the answer; learner: on the
+    learner, which then sends no reference answers."""
     max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Calls at a time, each in a process of its own; auto: the cores, at most 4."""
+    """Calls of the task at the same time, each in its own process; auto: one per core, at most
+    4."""
     memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
-    """Bytes that the task may take in one process, beside its imports."""
+    """Bytes of memory that the task may take in each process, without its imports."""
 
 
 # --- sampling and staleness -----------------------------------------------------------------------
@@ -180,19 +183,21 @@ class SamplingSection(Section):
 
     roles = ("learner", "worker")
     temperature: Inherited[float] = Field(default=1.0, ge=0.01)
-    """Divides the logits; the learner applies it too. Evaluation adds a greedy score itself."""
+    """Divides the logits, at the workers and at the learner. Evaluations always add a greedy
+    score."""
     top_p: Inherited[float] = Field(default=1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability; 1 is off."""
+    """Sample from the smallest set of tokens that together have this probability; 1 is off."""
     top_k: Inherited[int] = Field(default=0, ge=0)
-    """Sample from this many most likely tokens; 0 is off."""
+    """Sample from this many of the most likely tokens; 0 is off."""
     min_p: Inherited[float] = Field(default=0.0, ge=0, le=1)
-    """Sample from the tokens at least this many times as likely as the likeliest; 0 is off."""
+    """Sample from tokens with at least this share of the likeliest token's probability; 0 is
+    off."""
     max_completion_tokens: Inherited[int] = Field(ge=1, le=2**24)
-    """Tokens per completion, the stop token included."""
+    """Most tokens of a completion, the stop token included."""
     min_tokens: Inherited[int] = Field(default=0, ge=0)
-    """Tokens of an answer, or of each turn, before a stop token or stop string can end it."""
+    """Fewest tokens of an answer, or of each turn: stop tokens and stop texts end it only later."""
     stop: Inherited[StopTexts] = ()
-    """Texts that end an answer beside the stop tokens, such as "</answer>"; they are part of it."""
+    """Texts that end an answer, as the stop tokens do, and stay in it, such as "</answer>"."""
 
 
 class SyncSection(Section):
@@ -200,17 +205,21 @@ class SyncSection(Section):
 
     roles = ("learner", "worker")
     mode: Literal["pull", "push_pull"] = "push_pull"
-    """pull: fresh weights before every request, on-policy; push_pull: ahead, within the bound."""
+    """pull: workers wait for the newest weights before each request (on-policy); push_pull: workers
+    sample ahead, within max_staleness."""
     max_staleness: Inherited[int] = Field(ge=0)
-    """Optimizer steps (inclusive) that a token may be old when it is trained on."""
+    """Greatest age of a trained token, in optimizer steps: how much older than the learner's
+    weights the weights that sampled it may be."""
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
-    """Optimizer steps between publications; auto measures and follows training and broadcast."""
+    """Optimizer steps between published versions; auto: chosen from the measured times of a step
+    and of a broadcast."""
     eager: bool = False
-    """Grant groups as early as max_staleness allows, in place of just in time; to compare."""
+    """Lease groups as early as max_staleness allows instead of just in time; for comparisons."""
     adaptive: bool = False
-    """Adapt the bound for new leases to the metrics of each step, within max_staleness."""
+    """Adapt the staleness bound of new leases to the metrics of each step, between min_staleness
+    and max_staleness."""
     min_staleness: int = Field(default=0, ge=0)
-    """Smallest bound that `adaptive` may choose, optimizer steps; max_staleness is the largest."""
+    """Smallest staleness bound that `adaptive` may choose, in optimizer steps."""
 
     @property
     def initial_publish_period(self) -> int:
@@ -224,7 +233,9 @@ class LeasesSection(Section):
     """Assignment of groups of prompts to workers."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
-    """Idle workers repeat an awaited group if this many times sooner; false: only if it is old."""
+    """While a step waits for its last groups, an idle worker also samples a group that it should
+    finish this many times sooner than the worker that has it. false: only a group that is long
+    overdue."""
 
 
 class BatchSection(Section):
@@ -236,11 +247,13 @@ class BatchSection(Section):
     groups_per_step: int = Field(ge=1)
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
     minibatches_per_step: int = Field(default=1, ge=1)
-    """Parts, by group, that a step's batch is cut into, with one update of the weights for each."""
+    """Parts into which the groups of a step are divided; each part makes one update of the
+    weights."""
     keep_zero_variance: bool = False
-    """Count groups without a gradient (all rewards equal) towards a step; else others come."""
+    """Keep groups whose rewards are all equal, although they have no gradient. false: drop them,
+    and fill the step with other groups."""
     max_zero_signal_batches: int = Field(default=20, ge=1)
-    """Batches' worth of groups without a gradient in a row after which the run ends."""
+    """The run ends when this many batches' worth of groups in a row had no gradient."""
 
 
 # --- learning -------------------------------------------------------------------------------------
@@ -250,11 +263,11 @@ class OptimizerSection(Section):
     """The optimizer, which is AdamW: Adam with decoupled weight decay."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Step size after the warm-up."""
+    """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up: as it is, or down to 0 at run.max_steps."""
+    """The learning rate after the warm-up: constant, or falling to 0 at run.max_steps."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     betas: Betas = (0.9, 0.95)
@@ -262,10 +275,11 @@ class OptimizerSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm to which the gradient is clipped."""
     scale_by_ess: bool = False
-    """Multiply the learning rate by the root of ess/rollouts, which is 1 on-policy."""
+    """Multiply the learning rate by the square root of the metric ess/rollouts, which is 1
+    on-policy."""
     state: Literal["float32", "8bit", "offloaded"] = "float32"
-    """Moments: 8 bytes per parameter beside the weights; 8bit: 2.1;
-    offloaded: none there, 8 in the host's memory, and the CPU applies the gradient."""
+    """How Adam's moments are kept. float32: 8 bytes per parameter, beside the weights. 8bit: 2.1
+    bytes. offloaded: 8 bytes in the host's memory, where the CPU updates the weights."""
 
 
 class ReferenceSection(Section):
@@ -286,9 +300,11 @@ class LoraSection(Section):
     rank: Inherited[int] = Field(default=0, ge=0)
     """Rank of the two matrices next to each target; 0 trains all weights."""
     alpha: Inherited[int | None] = Field(default=None, ge=1)
-    """The product of the two matrices is multiplied by alpha / rank; unset: twice the rank."""
+    """The product of the two matrices is multiplied by alpha / rank; unset: alpha is twice the
+    rank."""
     target_modules: Inherited[Names] = ("all-linear",)
-    """Last parts of the names of linear layers, such as q_proj; all-linear: all but the head."""
+    """Linear layers with an adapter, by the last part of their names, such as q_proj; all-linear:
+    all but the head."""
 
 
 # --- machines and their costs ---------------------------------------------------------------------
@@ -310,20 +326,22 @@ class RentedSection(PricedSection):
     """The price and the loss of a rented machine, and when it is given back."""
 
     losses_per_h: Dollars = 0.0
-    """How often such a machine is taken away, as a spot machine is."""
+    """How often per hour such a machine is taken away, as spot machines are."""
     on_release: str | None = Field(default=None, min_length=1)
     """Shell command that gives the machine back: at the end of the run, or when it is released."""
     release_after_s: OptionalSeconds = Field(default=None, gt=0)
-    """Seconds on standby, or without the learner, after which to leave; unset or false: never."""
+    """Seconds on standby, or without the learner, after which the worker leaves; unset or false:
+    never."""
 
 
 class ActivationSection(Section):
     """Which workers generate and which stand by, chosen by what they cost."""
 
     mode: Literal["off", "on"] = "on"
-    """on: the cheapest sufficient set of the workers that state prices generates."""
+    """on: of the workers that state a price, only the cheapest set that is fast enough
+    generates."""
     margin: float = Field(default=0.1, ge=0, le=10)
-    """Share by which the rate of the active workers is to exceed the required one."""
+    """Spare rate of the active workers, as a share of the rate that is required."""
     budget_per_h: float | None = Field(default=None, gt=0)
     """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
     budget_per_run: float | None = Field(default=None, gt=0)
@@ -343,19 +361,20 @@ class LearnerSection(Section):
     device: Device = "auto"
     """Where to train: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type to compute in beside float32 weights; auto is bfloat16 on a GPU, and on a CPU that is
-    faster at it, as the first start measures; else float32."""
+    """Type to compute in; the learner's own weights stay float32. auto: bfloat16 on a GPU, and on a
+    CPU that the first start finds faster with it; otherwise float32."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 takes all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens, padding included, per forward and backward pass."""
     gradient_checkpointing: Literal["auto", "offload"] | bool = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more time; offload:
-    and keep the inputs of the layers in the host's memory; auto: where they would not fit
-    otherwise."""
+    """Recompute activations in the backward pass: less memory, about a third more time. offload:
+    also move the inputs of the layers to the host's memory. auto: only if the activations would not
+    fit otherwise."""
     compile_layers: Literal["auto"] | bool = "auto"
-    """Compile the model's layers (torch.compile): a faster step with less memory, and a wait before
-    the first one; auto: on a GPU, in runs of 20 steps and more, where they can be compiled."""
+    """Compile the model's layers (torch.compile): faster steps with less memory, after a wait
+    before the first step. auto: on a GPU, in runs of at least 20 steps, if the layers can be
+    compiled."""
     price_per_h: Dollars | None = None
     """$ per hour for this machine; unset: not counted. network.price_per_gb prices its traffic."""
     init_from: str | None = None
@@ -369,20 +388,20 @@ class WorkerSection(RentedSection):
     connect: DialAddresses = ()
     """Addresses of relays or the learner, tried in order; unset: the address of the join string."""
     listen: ListenAddress | None = None
-    """Address on which to serve weights to other workers; left out, it serves none."""
+    """Address on which to serve weights to other workers; unset: the worker serves none."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_LENGTH)
-    """Name in logs and the live view; left out, one is made from the host's."""
+    """Name in logs and the live view; unset: made from the host's name."""
     device: Device = "auto"
     """Where to generate: auto, cpu, cuda or cuda:N."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 takes all cores."""
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
-    """Rollouts generated concurrently; left out, as many as the memory holds."""
+    """Most rollouts generated concurrently; unset: as many as the memory holds."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type to compute in; auto is bfloat16 on a GPU, and on a CPU that is faster at it, as the
-    start measures; else float32."""
+    """Type to compute in. auto: bfloat16 on a GPU, and on a CPU that the start finds faster with
+    it; otherwise float32."""
 
 
 class RolloutSection(Section):
@@ -390,13 +409,17 @@ class RolloutSection(Section):
 
     roles = ("learner", "worker")
     over_submission: Inherited[float] = Field(default=1.0, ge=1, le=16)
-    """Groups in the engine for each that is waited for; the rest goes on later; 1 is off."""
+    """Groups that a worker starts for each group that it waits for. With 2, a batch stops when half
+    of its groups are complete, and the others continue later. 1 is off."""
     stale_tokens: Inherited[Literal["keep", "mask", "drop"]] = "keep"
-    """Tokens of older versions in a continued rollout: train on them, mask them, start again."""
+    """What happens to tokens of older versions in a continued rollout. keep: they are trained on;
+    mask: they are not; drop: the rollout starts again."""
     exact_version: Inherited[bool] = False
-    """Sample each group by one version alone: newer weights wait until running groups are whole."""
+    """Sample each group with one version only: newer weights wait until the running groups are
+    complete."""
     partial_ship_s: Inherited[OptionalSeconds] = Field(default=30.0, ge=1)
-    """Seconds between copies of unfinished rollouts to disk and learner; false: when leaving."""
+    """Seconds between copies of unfinished rollouts to disk and learner; false: only when the
+    worker leaves."""
 
 
 class EngineSection(Section):
@@ -404,9 +427,11 @@ class EngineSection(Section):
 
     roles = ("worker",)
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """At a swap in flight: recompute keys and values, or keep them and sample from a mixture."""
+    """Keys and values of running rollouts when weights are swapped. recompute: with the new
+    weights; keep: leave them, and so sample from a mixture of versions."""
     version_wait_s: Seconds = Field(default=30.0, ge=0)
-    """Seconds that a lease waits here for the weights that it asks for; then another gets it."""
+    """Seconds that a worker keeps a lease whose version it does not have yet; then another worker
+    gets the lease."""
 
 
 class TransformersSection(EngineSection):
@@ -439,7 +464,7 @@ class AgentSection(Section):
     listen: Inherited[ListenAddress | None] = None
     """Each worker's address for agents, such as tcp://127.0.0.1:0; unset: no agents."""
     max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
-    """Tokens of one session's longest conversation, everything in it."""
+    """Most tokens of a session's longest conversation, all messages and answers included."""
     session_timeout_s: Seconds = Field(default=600.0, gt=0)
     """Seconds without a call after which a session ends and another agent gets its episode."""
 
@@ -449,13 +474,14 @@ class RelaySection(PricedSection):
 
     roles = ("relay",)
     connect: DialAddresses = ()
-    """Addresses of the learner or other relays, tried in order; left out, the join string's."""
+    """Addresses of the learner or other relays, tried in order; unset: the address of the join
+    string."""
     listen: ListenAddress = "tcp://127.0.0.1:7701"
     """Address to listen on; workers connect to it."""
     advertise: AdvertisedAddress | None = None
     """Address that others are told to dial, where it differs from `listen`."""
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_LENGTH)
-    """Name in logs and the live view; left out, one is made from the host's."""
+    """Name in logs and the live view; unset: made from the host's name."""
 
 
 # --- records, network, screen ---------------------------------------------------------------------
@@ -467,9 +493,9 @@ class CheckpointSection(Section):
     interval_steps: int = Field(ge=1)
     """Optimizer steps between checkpoints; one is always made at the end."""
     interval_s: OptionalSeconds = Field(gt=0)
-    """Seconds after which a checkpoint is made before `interval_steps`; false is off."""
+    """Seconds after which a checkpoint is made even before `interval_steps`; false is off."""
     keep_last: int = Field(default=3, ge=1)
-    """Checkpoints kept; at least one, or nothing could be resumed."""
+    """Newest checkpoints that are kept; a resume needs at least one."""
     keep_best: bool = True
     """Keep the checkpoint with the best held-out score, too; each evaluation then makes a
     checkpoint."""
@@ -503,20 +529,23 @@ class NetworkSection(Section):
     lease_timeout_s: Seconds = Field(gt=0)
     """Seconds without progress after which a group is given to another worker."""
     reconnect_for_s: Seconds = Field(gt=0)
-    """Seconds that a node tries to reach a learner that is gone, and a learner waits for workers
-    that are: then it ends. A learner waits for its first worker for 4 hours at least."""
+    """Seconds without the learner after which a node ends, or without any worker after which the
+    learner ends. A learner waits at least 4 hours for its first worker."""
     chunk_bytes: Inherited[Bytes] = Field(default=2**20, ge=2**10, le=2**24)
     """Bytes per chunk of weights on the wire."""
     codec: Literal["auto", "full", "delta"] = "auto"
-    """How versions travel: deltas where they are shorter (auto), always (delta) or never (full)."""
+    """How versions are sent. auto: as deltas where they are shorter; delta: always as deltas; full:
+    never as deltas."""
     region: str = Field(default="", max_length=MAX_NAME_LENGTH)
-    """Any name for this node's location: versions enter each region once, unless that is slow."""
+    """Any name for this node's location. Each version enters a region once, unless that is too
+    slow."""
     price_per_gb: float = Field(default=0.0, ge=0)
     """Price of 1e9 bytes that leave this node's region, in any currency."""
     store_dir: str | None = Field(default=None, min_length=1)
-    """Directory for versions, one per node: a restart fetches what is missing; unset: memory."""
+    """Directory of this node alone for versions, so that a restart fetches only missing parts;
+    unset: versions are kept in memory."""
     store_bytes: Bytes | None = Field(default=None, ge=1)
-    """Bytes that versions may take together; unset: nine tenths of what is free at the start."""
+    """Most bytes of all stored versions; unset: nine tenths of what is free at the start."""
 
 
 class SecuritySection(Section):
@@ -524,7 +553,7 @@ class SecuritySection(Section):
 
     roles = ROLES
     curve: bool = True
-    """Encrypt all links and admit only who knows the run's join string."""
+    """Encrypt all links, and admit only nodes that know the run's join string."""
     join: JoinString | None = None
     """File with the run's join string, a copy of the learner's keys/join, or the string itself."""
 
@@ -535,22 +564,25 @@ class LimitsSection(Section):
     spool_bytes: Bytes = Field(default=8 * 2**30, ge=2**20)
     """Bytes of rollouts kept in the run directory."""
     min_free_disk_bytes: Bytes = Field(default=256 * 2**20, ge=0)
-    """Bytes that a checkpoint must leave free; else it is not written and the one before stays."""
+    """Bytes that a checkpoint must leave free; otherwise it is not written, and the one before
+    stays."""
 
 
 class MetricsSection(Section):
     """The sinks that get metrics besides metrics.jsonl."""
 
     sinks: Sinks = ()
-    """"tensorboard": files in the run directory; "wandb": WANDB_MODE=offline keeps it here;
-    "trackio": files on this machine, or the server that its variables name."""
+    """"tensorboard": files in the run directory. "wandb": its server, or files here if the
+    environment has WANDB_MODE=offline. "trackio": files on this machine, or the server that its
+    environment variables name."""
     project: str = Field(default="echo", min_length=1)
     """Project of wandb and trackio."""
     prometheus: ListenAddress | None = None
     """Address at which Prometheus reads the newest metrics, such as tcp://127.0.0.1:9464; the
     endpoint asks for no password. Unset: no endpoint; needs the extra prometheus."""
     samples: int = Field(default=2, ge=0, le=MAX_SAMPLES)
-    """Rollouts of every tenth step and of every evaluation, as text in the log and the sinks."""
+    """Number of rollouts of every tenth step and of every evaluation that the log and the sinks
+    show as text."""
     attribution_steps: int = Field(default=0, ge=0)
     """Optimizer steps between analyses of the mismatch with the sampler; 0: never."""
 
@@ -563,24 +595,25 @@ class AlertsSection(Section):
     webhook: WebAddress | None = None
     """URL to which each alert and its end are posted as JSON; the URL is saved nowhere."""
     reward_drop: float | None = Field(default=None, gt=0)
-    """Fall of the 10-step mean reward, from its best value so far, that is a divergence; unset:
+    """A fall of the 10-step mean reward this far below its best value is a divergence; unset:
     off."""
     min_entropy: float | None = Field(default=None, ge=0)
-    """Nats per token below which the median of 5 steps is a divergence; unset: off."""
+    """Entropy, in nats per token: a 5-step median below this is a divergence; unset: off."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
-    """Effective sample size, a share, below which its 5-step median is a divergence; unset: off."""
+    """Effective sample size, a share: a 5-step median below this is a divergence; unset: off."""
     stall_s: OptionalSeconds = Field(default=1800.0, gt=0)
-    """Seconds without an optimizer step; false: off."""
+    """Seconds without an optimizer step that raise an alert; false: off."""
     max_cost_per_h: Dollars | None = None
-    """$ per hour for machines and traffic; unset: off."""
+    """$ per hour for machines and traffic above which there is an alert; unset: off."""
     max_cost: Dollars | None = None
-    """$ spent in the run; activation.budget_per_run ends it. Unset: off."""
+    """$ spent in the run above which there is an alert; to end the run, use
+    activation.budget_per_run. Unset: off."""
     min_free_disk_bytes: Bytes | None = Field(default=None, ge=1)
-    """Bytes free for the run directory; unset: off."""
+    """Free bytes for the run directory below which there is an alert; unset: off."""
     on_divergence: Literal["alert", "stop", "rollback"] = "alert"
-    """What a divergence does beside the alert: stop saves and ends the run; rollback resumes it
-    from the newest checkpoint before the trouble. After NaN in weights a run always ends or is
-    rolled back."""
+    """What a divergence does besides the alert. stop: save and end the run; rollback: resume the
+    run from the newest checkpoint before the divergence. NaN in the weights always ends the run or
+    rolls it back."""
     max_rollbacks: int = Field(default=2, ge=1)
     """Most rollbacks of a run; the next divergence ends the run."""
 
