@@ -21,6 +21,7 @@ import asyncio
 import functools
 import json
 import logging
+import math
 import queue
 import threading
 import time
@@ -30,6 +31,7 @@ from typing import Any
 
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
+from echo.core.reward_parts import find_name_fault
 from echo.tasks.environment import Environment, find_calls, without_calls
 from echo.tasks.messages import Message
 from echo.tasks.task import Example
@@ -111,9 +113,13 @@ class VerifiersTask(Environment):
         """
         return state.reply(text)
 
-    def outcome(self, state: _Session) -> float:
-        """Return the reward of the episode from the environment's rubric."""
-        return state.outcome()
+    def outcome(self, state: _Session) -> float | dict[str, float]:
+        """Return the reward of the episode from the environment's rubric.
+
+        If the rubric adds up several functions, the result has a part for each.
+        """
+        reward, scores = state.outcome()
+        return _parts(self._environment.rubric, scores, reward) or reward
 
     def end(self, state: _Session) -> None:
         """Cancel the environment's coroutine for the episode."""
@@ -190,7 +196,8 @@ class _Session:
             for message in now[len(before) + 1 :]
         ]
 
-    def outcome(self) -> float:
+    def outcome(self) -> tuple[float, Mapping[str, float]]:
+        """Return the reward, and the score of each function of the rubric, without its weight."""
         if self._state is None:
             # The environment waits for a turn, but no space is left: `_Policy` raises
             # OverlongPromptError.
@@ -201,7 +208,7 @@ class _Session:
         if error is not None:
             cause = error.__cause__ or error
             raise RuntimeError(f"{type(error).__name__}: {cause!r}")
-        return float(self._state["reward"] or 0.0)
+        return float(self._state["reward"] or 0.0), self._state["metrics"] or {}
 
     def end(self) -> None:
         self._task.cancel()
@@ -229,6 +236,23 @@ class _Session:
             self._requests.put(error)
             raise
         self._requests.put(None)
+
+
+def _parts(rubric: Any, scores: Mapping[str, float], reward: float) -> dict[str, float]:
+    """Return each function's score times its weight; nothing if these do not add up to the reward.
+
+    A rubric of one function has no parts, and a function with weight 0 is no part. The scores do
+    not add up if two functions have the same name, or if the rubric computes its reward otherwise.
+    """
+    # verifiers has no public way to learn the weights.
+    names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()  # noqa: SLF001
+    parts = {
+        name: weight * scores[name]
+        for name, weight in zip(names, weights, strict=False)
+        if weight and name in scores
+    }
+    is_sum = math.isclose(math.fsum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-9)
+    return parts if len(parts) > 1 and is_sum and not find_name_fault(parts) else {}
 
 
 def _policy(session: _Session) -> Any:

@@ -153,7 +153,8 @@ async def play_one(here: Site, episode: Json, played: dict[str, Played]) -> None
     reward = sum(map(str.isdigit, text)) / 6
     whole = after["prompt_token_ids"] + after["token_ids"]
     played[name] = Played(whole, before["token_ids"] + after["token_ids"], reward)
-    assert await here.reward(name, {"reward": reward}) == (200, {"reward": reward})
+    stated = {"reward": {"digits": reward, "length": 0.0}}
+    assert await here.reward(name, stated) == (200, {"reward": reward})
 
 
 @pytest.mark.slow
@@ -176,6 +177,7 @@ def test_an_agent_of_two_calls_is_trained_on_what_it_sampled(play: Play, templat
                 for member, rollout in enumerate(group.rollouts):
                     one = own[str(group.group_id), str(group.attempt), str(member)]
                     assert record["rewards"][member] == one.reward
+                    assert rollout.reward_parts == {"digits": one.reward, "length": 0.0}
                     assert [*group.prompt_ids, *rollout.token_ids] == one.seen
                     # The user's second message is masked.
                     assert rollout.token_ids[rollout.completion_mask].tolist() == one.sampled
@@ -304,7 +306,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
             assert episode is not None
             name = episode["session"]
 
-            async def reward(given: float) -> str:
+            async def reward(given: float | dict[str, float]) -> str:
                 status, body = await here.reward(name, {"reward": given})
                 return f"{status} {body.get('error', {}).get('message', '')}"
 
@@ -314,6 +316,9 @@ def test_what_cannot_be_done_is_refused_with_a_reason(
             await client.chat.completions.create(**hello)
             assert (await reward(1e999)).startswith("400 ")
             assert re.match("409 .* beyond task.max_reward = 1e.06", await reward(1e38))
+            assert re.match("409 .* beyond task.max_", await reward({"a": 1e38, "b": -1e38}))
+            assert re.match("400 reward: a part is named 'a b'", await reward({"a b": 1}))
+            assert (await reward({})).startswith("400 reward: a reward has 1 to 32 parts")
             assert await reward(1) == "200 "
             assert (await reward(1)).startswith("404 ")
 

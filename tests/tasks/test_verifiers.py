@@ -60,6 +60,7 @@ def test_examples_come_from_its_dataset() -> None:
     [
         ("single", ["it is 1"], [None], 1.0),
         ("single", ["it is 2"], [None], 0.0),
+        ("grouped", ["it is 1"], [None], 3.0),
         ("count", ["1", "2", "3"], [GO_ON, GO_ON, None], 1.0),
         ("count", ["1", "x"], [GO_ON, GO_ON], 1 / 3),  # no room for more; judged all the same
     ],
@@ -68,6 +69,13 @@ def test_one_turn_and_several(kind: str, texts: list[str], says: list[Any], rewa
     said, judged = play(make(kind), *texts)
     assert said == says
     assert judged == pytest.approx(reward)
+
+
+@needs_verifiers
+def test_the_weighted_functions_of_a_rubric_are_the_parts_of_the_reward() -> None:
+    for text, parts in (("it is 1", {"correct": 1.0, "is_short": -0.5}), ("it is " + 9 * "2", {})):
+        _, judged = play(make("weighted"), text)
+        assert judged == {"correct": 0.0, "is_short": 0.0} | parts
 
 
 @needs_verifiers

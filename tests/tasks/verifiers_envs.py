@@ -12,6 +12,14 @@ def correct(completion: Any, answer: str, **_: Any) -> float:
     return float(answer in str(completion[-1].content))
 
 
+def is_short(completion: Any, **_: Any) -> float:
+    return float(len(str(completion[-1].content)) < 9)
+
+
+def length(completion: Any, **_: Any) -> float:
+    return float(len(str(completion[-1].content)))
+
+
 async def said_all(completion: Any, state: Any, **_: Any) -> float:
     return int(state.get("said", 0)) / 3
 
@@ -56,6 +64,13 @@ def load_environment(kind: str = "single") -> Any:
     if kind == "count":
         rubric = vf.Rubric(funcs=[said_all])
         return Count(dataset=rows("count"), rubric=rubric, system_prompt="Be brief.")
+    if kind == "weighted":
+        funcs, weights = [correct, is_short, length], [1.0, -0.5, 0.0]
+        rubric = vf.Rubric(funcs=funcs, weights=weights)
+        return vf.SingleTurnEnv(dataset=rows("say"), rubric=rubric)
+    if kind == "grouped":  # two functions of one name with different weights
+        rubrics = [vf.Rubric(funcs=[correct], weights=[weight]) for weight in (1.0, 2.0)]
+        return vf.SingleTurnEnv(dataset=rows("say"), rubric=vf.RubricGroup(rubrics))
     if kind == "group":
 
         async def best(completions: Any, **_: Any) -> list[float]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from echo.core.errors import DataError
+from echo.core.reward_parts import parts_of
 from echo.core.rollout import NO_OPINION
 from echo.engine.engine import Completion, Request, Sampling
 from echo.engine.stop_strings import StopStrings
@@ -206,11 +207,13 @@ class Agents:
             example = Example(**session.lease.example)
             reward = await self._pool.run(self.parts.reward, example, text)
         judged = NO_OPINION if reward is None else reward
-        if reward is not None and not math.isfinite(reward):
-            raise SessionError(f"a reward of {reward} is no finite number")
         bound = self.parts.max_abs_reward
-        if reward is not None and abs(reward) > bound:
-            raise SessionError(f"a reward of {reward:g} lies beyond task.max_reward = {bound:g}")
+        for number in () if reward is None else (reward, *parts_of(reward).values()):
+            if not math.isfinite(number):
+                raise SessionError(f"a reward of {number} is no finite number")
+            if abs(number) > bound:
+                text = f"a reward of {number:g} lies beyond task.max_reward = {bound:g}"
+                raise SessionError(text)
         session = self._episodes.find(session_id, now=self._node.now)  # the session may have ended
         outcomes = self._episodes.finish(session, judged)
         if outcomes is not None:

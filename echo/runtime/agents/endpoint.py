@@ -5,7 +5,8 @@
     POST /v1/chat/completions            logprobs; session: header X-Echo-Session, or
     POST /v1/completions                 /sessions/ID/v1/... for agents that know only a base URL
     POST /v1/echo/sessions               {"wait_s": 30}    an episode; 204 none yet, 410 no more
-    POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   without a reward the task judges
+    POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   or a table of its parts; without a reward
+                                                           the task judges
     DELETE /v1/echo/sessions/ID          give an episode up
 
 Every request except /health needs `Authorization: Bearer TOKEN`. OpenAI's clients make this header
@@ -35,6 +36,7 @@ import msgspec
 from aiohttp import web
 
 from echo.core.errors import DataError, EchoError, StorageError, TransportError
+from echo.core.reward_parts import PartedReward, find_name_fault
 from echo.core.units import one_line
 from echo.net.transport import format_address, is_loopback, parse_address
 from echo.records.files import write_file
@@ -97,7 +99,7 @@ class _Begin(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Reward(msgspec.Struct, forbid_unknown_fields=True):
-    reward: float | None = None
+    reward: float | dict[str, float] | None = None
 
 
 class Endpoint:
@@ -280,6 +282,10 @@ class Endpoint:
 
     async def _reward(self, request: web.Request) -> web.Response:
         given = _decode(await self._read(request), _Reward).reward
+        if isinstance(given, dict):
+            if fault := find_name_fault(given):
+                return _error(400, f"reward: {fault}")
+            given = PartedReward(given)
         reward = await self._agents.reward(request.match_info["session"], given)
         return _json({"reward": None if reward is None else float(reward)})
 
