@@ -772,6 +772,8 @@ class AdmissionSettings:
     digests: dict[str, str]
     heartbeat_s: float
     dead_after_s: float
+    epoch: float | None = None
+    """Time of day, seconds since 1970, at which `now` was 0; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1004,18 +1006,18 @@ class Admission:
         self, source: str, member: Member, message: Hello, payload: list[Frame], now: float
     ) -> list[Action]:
         member.last_seen_at, member.node.advertise = now, message.advertise
-        return self._routes.to(source, self._welcome(member, message))
+        return self._routes.to(source, self._welcome(member, message, now))
 
     def _on_restarted(
         self, source: str, member: Member, event: Restarted, payload: list[Frame], now: float
     ) -> list[Action]:
         return [
             Note("warning", f"{source} was restarted; its leases are granted again"),
-            *self._routes.to(source, self._welcome(member, event.hello)),
+            *self._routes.to(source, self._welcome(member, event.hello, now)),
             *self._role.drop(event.old, now=now),
         ]
 
-    def _welcome(self, member: Member, message: Hello) -> Welcome:
+    def _welcome(self, member: Member, message: Hello, now: float) -> Welcome:
         settings, answers = self.settings, hash_hello(message)
         seal_key = settings.seal_keys.seal_key()
         if answers != member.hello_hash:
@@ -1040,6 +1042,7 @@ class Admission:
             dead_after_s=settings.dead_after_s,
             uplink_bytes_per_s=self.roster.uplinks.get(message.node_id),
             version_bytes=self._plans.version_bytes,
+            time_of_day=0.0 if settings.epoch is None else settings.epoch + now,
             answers=answers,
             seal_key=seal_key,
             nonce=member.nonce,

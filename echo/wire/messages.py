@@ -227,6 +227,7 @@ class Gone(Message, frozen=True):
 
 Names = Annotated[dict[Word, Word], Meta(max_length=MAX_NAMES)]
 Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
+TimeOfDay = Annotated[float, Meta(ge=0, le=1e11)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
 PROTOCOL_VERSION = 15
@@ -286,6 +287,8 @@ class Welcome(Message, frozen=True):
     """
     version_bytes: Size = 0
     """Transfer size of the newest version in bytes; 0 before the first version."""
+    time_of_day: TimeOfDay = 0.0
+    """The learner's time of day, seconds since 1970; 0 if unknown."""
     answers: Key = b""
     """The hash of the Hello that this message answers."""
     seal_key: Key = b""

@@ -611,6 +611,7 @@ OTHERWISE: dict[str, Any] = {
     "dead_after_s": 1e9,
     "uplink_bytes_per_s": None,
     "version_bytes": 0,
+    "time_of_day": 1e9,
     "answers": b"hush",
     "seal_key": b"another",
     "nonce": b"2",

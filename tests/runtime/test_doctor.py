@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -84,12 +85,26 @@ def test_a_trial_measures_the_way_and_is_never_admitted(world: World, through: s
     assert report.rtt_s == pytest.approx(2 * DELAY_S, rel=0.1)
     assert report.up_bytes_per_s is not None
     assert report.welcome is not None
-    assert levels(check_link(report)) == ["ok", "ok"]
+    assert levels(check_link(report))[:2] == ["ok", "ok"]
     assert not ready
     steps = world.step
     world.run(5)
     assert world.step > steps
     assert world.notes_of("left: the doctor has looked")
+
+
+def test_a_trial_measures_the_skew_of_the_clocks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skew_s = 0.0
+    monkeypatch.setattr(time, "time", lambda: 1e9 + world.loop.time() - skew_s)
+    world.learner()
+    world.run(2)
+    for skew_s, level in ((0.0, "ok"), (-0.5, "ok"), (30.0, "warning")):
+        report = tried(world)
+        assert report.skew_s == pytest.approx(skew_s, abs=report.skew_error_s)
+        assert 0 < report.skew_error_s < 2 * DELAY_S
+        assert levels(check_link(report)) == ["ok", "ok", level]
 
 
 def test_an_answer_that_another_key_has_signed_is_refused(world: World) -> None:

@@ -6,7 +6,7 @@ Goodbye.
 
     Greet -> Greeted      the node that answers
     Probe -> ProbeAck     round-trip time; rate towards the learner, by zeros of growing size
-    Hello -> Welcome      the learner's signature, its hashes and settings
+    Hello -> Welcome      the learner's signature, its hashes, settings and time of day
     AssetRequest -> Asset rate from the learner, by the largest file that a worker would inherit
     Goodbye
 
@@ -20,6 +20,7 @@ import asyncio
 import ipaddress
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -75,6 +76,8 @@ ENOUGH_S = 0.5
 """If a probe takes at least this many seconds, it is large enough to measure the rate."""
 LONG_RTT_S = 0.4
 SLOW_BYTES_PER_S = 1e6
+LONG_SKEW_S = 1.0
+"""If clocks differ by more seconds than this for certain, the doctor warns."""
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -91,6 +94,10 @@ class LinkReport:
     down_bytes_per_s: float | None = None
     welcome: Welcome | None = None
     """The learner's signed answer."""
+    skew_s: float | None = None
+    """How far the learner's clock is ahead of this machine's clock, seconds."""
+    skew_error_s: float = 0.0
+    """Largest error of `skew_s`: half of the round trip in which the learner gave its time."""
     fault: EchoError | None = None
     """Why the trial ended early."""
 
@@ -151,11 +158,15 @@ class _Trial:
             seal_key=self._seal_keys.seal_key(),
             nonce=self._seal_keys.nonce(),
         )
-        welcome, _, _ = await self._ask(hello, Welcome, target=LEARNER_ID)
+        welcome, _, took_s = await self._ask(hello, Welcome, target=LEARNER_ID)
+        answered_at = time.time() - took_s / 2
         fault = answer_fault(welcome, known=self._fingerprint)
         if fault is not None:
             raise RefusedError(fault[1])
         self.report = replace(self.report, welcome=welcome)
+        if welcome.time_of_day:
+            skew_s = welcome.time_of_day - answered_at
+            self.report = replace(self.report, skew_s=skew_s, skew_error_s=took_s / 2)
         name = max(welcome.assets, key=lambda one: welcome.assets[one][1], default=None)
         if name is not None and welcome.assets[name][1] >= LEAST_FILE_BYTES:
             request = AssetRequest(name=name)
@@ -277,6 +288,32 @@ def check_link(report: LinkReport) -> Iterator[Finding]:
         takes = f", {format_duration(size / down)} over this link" if size and down else ""
         version = f"; a version has {format_bytes(size)}{takes}" if size else ""
         yield Finding("ok", "joining", f"run {welcome.run_id} would admit this node{version}")
+    if report.skew_s is not None:
+        yield from check_skew(report.skew_s, report.skew_error_s)
+
+
+def check_skew(skew_s: float, error_s: float) -> Iterator[Finding]:
+    """Check that the learner's clock and this machine's clock agree.
+
+    Args:
+        skew_s: how far the learner's clock is ahead, seconds.
+        error_s: the largest error of `skew_s`.
+    """
+    which = "behind" if skew_s < 0 else "ahead of"
+    text = f"the learner's is {format_duration(abs(skew_s))} {which} this machine's, "
+    text += f"to within {format_duration(error_s)}"
+    if abs(skew_s) - error_s <= LONG_SKEW_S:
+        yield Finding("ok", "clocks", text)
+        return
+    yield Finding(
+        "warning",
+        "clocks",
+        text,
+        why="no decision of a run depends on clocks, but the logs and metrics of both machines do "
+        "not fit on one time axis, and a clock that is hours off fails TLS to hubs and trackers",
+        remedy="compare `date -u` on both machines, and run timedatectl set-ntp true where it is "
+        "wrong; a learner keeps the time that its clock had when it started",
+    )
 
 
 def own_address(address: str) -> str | None:

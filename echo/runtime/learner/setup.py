@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -800,6 +801,7 @@ class RunParts:
                     digests=data.digests,
                     heartbeat_s=network.heartbeat_s,
                     dead_after_s=network.dead_after_s,
+                    epoch=time.time() - now,
                 ),
                 leases=lease_settings(config, vocab_size=data.vocab_size),
                 site=Site(
