@@ -21,11 +21,11 @@ Faults and their effects:
   drops an image without a manifest, and fetches a whole image.
 * **Killed while a keyframe or delta is fetched**: it is fetched again, because only images are
   stored in files.
-* **Disk full**: a file is preallocated before it is mapped, because a write to a mapped file on a
-  full disk kills the process (SIGBUS). If the disk has too little space, spares are removed first.
-  If the space still does not suffice, the version is kept in memory and one warning is logged. The
-  node then works as if network.store_dir were not set, and a restart fetches the version again. If
-  memory has no space either, `create` raises StorageError.
+* **Disk full**: a file is preallocated before it is mapped. Otherwise a write to a mapped file on a
+  full disk would kill the process (SIGBUS). If the disk has too little space, spares are removed
+  first. If the space still does not suffice, the version is kept in memory and one warning is
+  logged. The node then works as if network.store_dir were not set, and a restart fetches the
+  version again. If memory has no space either, `create` raises StorageError.
 * **Limit** (network.store_bytes): counts every version that was not dropped, on disk or in memory.
 * **Slow disk**: a write into the mapping goes to the page cache, and the kernel writes the cache
   back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
@@ -147,20 +147,18 @@ def _report(future: Future[None]) -> None:
 # A **version store** is the memory of one version, a writable memoryview. A store allocates it,
 # counts it against one limit, and frees it. The weights plane writes, verifies and sends its
 # chunks.
-#
 # A dropped version store may still be read: libzmq sends slices of it without a copy, long after
 # the plane has forgotten the version. So no code unmaps pages explicitly. Each view is lent by a
-# small exporter object, which only the view and its slices keep alive. While the exporter lives the
-# bytes can be read. When it has died no reference to them is left, and reference counting frees the
-# pages.
-#
-# The same test makes reuse safe. The first write to fresh memory costs a page fault, more than the
-# write itself, so a dropped version store of the same size is reused once its exporter has died.
-# 1 GiB written in chunks of 1 MiB, on a virtual machine with two cores, took 0.05 s in a reused
-# version store of any kind; in fresh memory 0.12 s with pages of 2 MiB, 0.4 s with pages of 4 KiB,
-# and more than 2 s if the host had to allocate the memory first; in a fresh file 0.2 to 1.6 s on
-# ext4 and 0.6 s on tmpfs, 0.2 s of these in `create`. At most MAX_SPARES wait to be reused. They
-# count against the limit, and are released when their space is needed.
+# small exporter object. Only the view and its slices keep the exporter alive. While it lives, the
+# bytes can be read. When it has died, no reference to the bytes exists, and reference counting
+# frees the pages.
+# The same test makes reuse safe. The first write to fresh memory costs a page fault, which takes
+# longer than the write itself. So a dropped version store of the same size is reused once its
+# exporter has died. On a virtual machine with two cores, 1 GiB was written in chunks of 1 MiB. It
+# took 0.05 s in a reused version store of any kind. Fresh memory took 0.12 s with pages of 2 MiB,
+# 0.4 s with pages of 4 KiB, and more than 2 s if the host had to allocate the memory first. A fresh
+# file took 0.2 to 1.6 s on ext4 and 0.6 s on tmpfs, 0.2 s of these in `create`. At most MAX_SPARES
+# wait to be reused. They count against the limit, and are released when their space is needed.
 #
 # torch.frombuffer keeps the view alive, but does not notice `release()` on it: never release a view
 # that was lent.

@@ -4,9 +4,9 @@
                               |                                     |
                               +--> acknowledgement                  +--> evaluation, checkpoint
 
-The training loop awaits only a full batch of admissible groups, its own model work and, now and
-then, a checkpoint. It never waits for a version to be sent. The broadcast offers versions, and the
-nodes that need them fetch them.
+The training loop awaits only three things: a full batch of admissible groups, its own model work,
+and sometimes a checkpoint. It never waits for a version to be sent. The broadcast offers versions,
+and the nodes that need them fetch them.
 
 A resume relies on this order. The records of a batch of actions are committed before its messages
 are sent. Groups are synced to the disk before they are acknowledged. The record of a step is

@@ -660,8 +660,8 @@ class LinkTraffic:
     def __init__(self, *, is_resumed: bool) -> None:
         """Count from zero.
 
-        If the learner is resumed, count from the nodes' first totals instead, because their
-        counters went on while the learner was away.
+        A resumed learner counts from the nodes' first totals instead. Their counters went on while
+        the learner was away.
         """
         self._is_resumed = is_resumed
         self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
@@ -690,9 +690,8 @@ class LinkTraffic:
 
 
 # --- Metrics of the task's own code and the engines, over all workers: `env/`, `engine/` ---
-#
-# Workers count for themselves and tell their totals with every heartbeat; here the totals become
-# differences from one step to the next. A worker that restarts counts from 0 again.
+# Workers report their totals with every heartbeat. Here the totals become differences from one step
+# to the next. A worker that restarts counts from 0 again.
 
 
 EPISODE_COUNTS = ("env/episodes", "env/turns", "env/tool_calls")

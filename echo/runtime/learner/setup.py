@@ -163,8 +163,8 @@ class Data:
 def load_data(config: Config) -> Data:
     """Load the task and the tokenizer, and check the task's prompts and reward."""
     model_dir = resolve_model(config.model.name or "", config.model.revision)
-    # Before the node listens, so that strangers cannot use up the descriptors that this needs; and
-    # before the tokenizer, whose library would report a fault of config.json less clearly.
+    # Load it before the node listens: strangers could use up the descriptors that this needs. Load
+    # it before the tokenizer, too, whose library reports a fault of config.json less clearly.
     lora = learner_lora(config, model_dir)
     import_architecture(model_dir if lora is None else lora.base_dir)
     task = load_task(config.task.kind, config.task.options)

@@ -26,7 +26,7 @@ class AdaptiveBound:
         *,
         log: logging.Logger,
     ) -> None:
-        """Start with the bound at the hard bound, sync.max_staleness.
+        """Start with the hard bound, sync.max_staleness.
 
         The bound never moves if `sync` is not adaptive, or if its least and largest staleness are
         equal.

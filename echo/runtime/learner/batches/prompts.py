@@ -181,9 +181,8 @@ class PromptSource:
     def preview(self, num_groups: int) -> list[str]:
         """Return lines for a terminal that show a run's data and its first prompt.
 
-        The lines have the sizes of the splits, the number of passes over the data, and the first
-        prompt as the model gets it. They also have the task's rewards of two answers to this
-        prompt.
+        The lines have the sizes of the splits and the number of passes over the data. They have the
+        first prompt as the model gets it, and the task's rewards of two answers to it.
 
         Raises:
             DataError: if `make` raises it for the first prompt.

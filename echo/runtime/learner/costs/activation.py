@@ -9,8 +9,8 @@ dwell, and immediately after an active worker is gone. A dwell is the longest of
 The active workers stay the same during a dwell. Meanwhile the effect of the last change is
 measured, and workers without a measured rate are tried.
 
-A worker that joins begins to generate. If the budget cannot also pay for the new worker, it is put
-on standby and tried with the next question.
+A worker that joins begins to generate. If the budget cannot also pay for the new worker, this
+worker goes on standby. It is tried with the next question.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class Activation:
         `waiting_s` is the length of the learner's present wait, seconds.
         """
         # The operator's choice for a worker stands. A worker that is set aside delivers nothing
-        # that counts, whatever rate and price it states; a worker that was not looked at yet, as in
-        # a large fleet, takes part in the next question.
+        # that counts, whatever rate and price it states. In a large fleet a worker may not be
+        # measured yet. Then it takes part in the next question.
         members = [
             member
             for member in role.roster.members("worker")

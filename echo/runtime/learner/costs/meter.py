@@ -1,8 +1,8 @@
 """Cost meter: the cost of a run's machines and their traffic, in total and per hour.
 
 A machine counts from its first Hello until a Goodbye reports that the machine was given back. A
-worker on standby counts, because its machine is billed. If a worker fell silent, or left without
-giving its machine back, the learner cannot know whether the machine is still billed. So the machine
+worker on standby counts, because its machine is billed. A worker may fall silent, or leave without
+giving its machine back. The learner cannot know whether such a machine is still billed. So it
 counts for another LOST_COUNTS_FOR_S. If the worker comes back during this time, its machine goes on
 counting.
 

@@ -129,8 +129,8 @@ def make_images(
     """Return the maker of a run's images.
 
     If possible, the maker keeps the last image on the GPU, and finds the changed words there. It
-    does not if `fits_on_gpu` is false or if the run has no deltas. Tensors are published in
-    `dtype`. Tensors named in `unrounded` keep their own dtype.
+    needs space on the GPU (`fits_on_gpu`) and a run with deltas. Tensors are published in `dtype`.
+    Tensors named in `unrounded` keep their own dtype.
     """
     # Imported here, and in other functions below, because a simulated learner has no torch.
     from echo.engine.weights import VersionImages
