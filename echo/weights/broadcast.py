@@ -32,9 +32,8 @@ Rules
 * Lost messages are requested again. A child leaves a parent that is silent for too long
   (`link.py`), and turns to the spare parent. Without a spare parent the child repeats its request,
   and leaves the parent at the second silence. A child also leaves a parent that sends chunks with
-  wrong hashes, or that announced an item and does not deliver it (`watchdog.py`). Then
-  (`ParentFailed`) `parents.py` chooses another parent. The next Fetch names only the missing
-  chunks.
+  wrong hashes, or that does not deliver an announced item (`watchdog.py`). Then (`ParentFailed`)
+  `parents.py` chooses another parent. The next Fetch names only the missing chunks.
 * If there is no space for an item, the node abandons the item, and tries it again with a backoff
   (`receiver.py`).
 * A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets
@@ -236,8 +235,9 @@ class Broadcast:
     def offer(self, image: bytearray, image_hash: bytes) -> None:
         """Offer an image that this machine has, such as the model's own weights.
 
-        If the first version that a parent announces has the same hash, the node uses this image and
-        does not fetch the version. Otherwise the node drops the image and fetches the version.
+        The first version that a parent announces may have the same hash. Then the node uses this
+        image and does not fetch the version. Otherwise the node drops the image and fetches the
+        version.
 
         Args:
             image: the bytes, in the layout of a version's image; the caller must not change them
@@ -392,7 +392,10 @@ class Broadcast:
         return self._pass_on(found, now)
 
     def tend(self, *, now: float) -> list[Action]:
-        """Serve the children; all that a node without a parent needs of `expire`."""
+        """Serve the children.
+
+        A node without a parent needs only this part of `expire`.
+        """
         return self._sender.expire(now)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:

@@ -24,8 +24,8 @@ the plain chunk.
 
 **At rest.** A node keeps an image decrypted, because engines read it and deltas are written over
 it. A second, encrypted image would cost as much memory as the model. If the image is on a disk,
-only the owner of its file can read the file. A requested chunk is encrypted again, with the same
-key, nonce and text, so the result is the bytes that the learner has signed. Encrypted chunks that
+only the owner of its file can read the file. A requested chunk is encrypted again. Key, nonce and
+text are the same, so the result is the bytes that the learner has signed. Encrypted chunks that
 have just arrived or been made are kept for a while, for further children (`SentChunks`). If an
 image's memory may change, the hash is compared before a chunk is sent. A changed text must not be
 encrypted with the nonce of the signed text. Encoded versions are kept in memory encrypted, with

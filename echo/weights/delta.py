@@ -21,8 +21,8 @@ restored bit for bit. Coding is deterministic for a given version of zstd: all n
 same block produce the same bytes.
 
 The encoder does not try all codecs. It counts the changed words first. If at most a fifth of the
-words have changed, CHANGES is within 5 % of the shortest codec, whatever the size of the changes.
-If more have changed, samples from the whole block decide.
+words have changed, CHANGES is within 5 % of the shortest codec. This holds whatever the size of the
+changes. If more have changed, samples from the whole block decide.
 
 The decoder compares every length with the size of the block before it allocates memory. For an
 honest block the decoder allocates a few times the size of the block. For a malicious block it
@@ -52,11 +52,10 @@ from echo.weights.manifest import TensorSpec
 # If the length equals that size, the bytes are stored without compression; otherwise they are one
 # zstd frame. The size that a frame claims is compared with the known size before it is unpacked, so
 # a hostile frame cannot make the receiver allocate memory.
-#
-# The coded bytes are close to random at the level of strings: the gain comes from the Huffman code
-# over single bytes. Hence the settings: matches only where they are long, and a table for finding
-# them that fits into the first-level cache. Measured against zstd's level 1, that is smaller on
-# every kind of stream and no slower.
+# The coded bytes are close to random at the level of strings. The gain comes from the Huffman code
+# over single bytes. So zstd looks only for long matches, with a table that fits into the
+# first-level cache. Compared with zstd's level 1, the result is smaller on every kind of stream,
+# and coding is no slower.
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[Any]

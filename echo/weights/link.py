@@ -27,12 +27,12 @@ written. Its size is 1.5 x rate x round trip + 2 chunks for each connection. A l
 connections (`echo/net/zmq.py`). The rate is the measured rate of this link. So the window grows by
 half with each round trip until the link is full, and shrinks with the rate.
 
-**Timeout.** The parent is silent when the node awaits a message and neither a chunk nor a Waiting
-has arrived for `patience_s`. `patience_s` is the longest of three times: four round trips, four
-chunks at the measured rate, and three times the longest gap between two recent chunks. Such gaps
-occur if many children share an uplink. If there is a spare parent, the node leaves its parent at
-the first silence. Without a spare parent the node repeats its request once, and leaves the parent
-at the second silence. These rules change or bound `patience_s`:
+**Timeout.** The node may await a message of the parent. The parent counts as silent if neither a
+chunk nor a Waiting arrives for `patience_s`. `patience_s` is the longest of three times: four round
+trips, four chunks at the measured rate, and three times the longest gap between two recent chunks.
+Such gaps occur if many children share an uplink. If there is a spare parent, the node leaves its
+parent at the first silence. Without a spare parent the node repeats its request once, and leaves
+the parent at the second silence. These rules change or bound `patience_s`:
 
 * At least MIN_PATIENCE_S with a spare parent.
 * At least the configured time without a spare parent. The same limit holds for the first chunk

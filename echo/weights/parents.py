@@ -3,9 +3,10 @@
 The plan names parents in order of preference. A node uses one connection at a time. It may also
 have a **spare** connection to the next parent of the list. The spare connection is dialled and
 greeted, and stays idle. It takes over at once when the connection in use is lost, does not answer
-or does not deliver, even while another parent is being dialled. Without a spare connection the node
-dials the next parent of the list, and after the last parent the first one again. The connection in
-use is kept until its replacement has answered. So a new plan never breaks a transfer.
+or does not deliver. It does so even while another parent is being dialled. Without a spare
+connection the node dials the next parent of the list. After the last parent it dials the first one
+again. The connection in use is kept until its replacement has answered. So a new plan never breaks
+a transfer.
 
 While a node uses another parent than the plan prefers, the learner repeats the plan. When a
 repeated plan arrives, the node tries the failed parent again, but not before `retry_preferred_s`

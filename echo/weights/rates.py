@@ -14,8 +14,8 @@ and is not counted. A burst of a single chunk measures nothing.
   was the limit may still be low, because TCP lost time. So the estimate falls only after
   LOWER_SAMPLES low samples in a row, and then to the highest of them. Otherwise the plan would
   oscillate.
-* The rate of a receiver's **downlink** cannot be inferred from the rate at which it receives,
-  because its parents are usually slower. `topology/sites.py` decides when the downlink is a limit.
+* The rate of a receiver's **downlink** is not the rate at which it receives, because its parents
+  are usually slower. `topology/sites.py` decides when the downlink is a limit.
 
 **Probe.** One message measures the uplink of a node that has not served a child yet.
 """
@@ -149,7 +149,10 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note that the uplink no longer limits `share` of the children (0 to 1)."""
+        """From now on, count `share` of the children as not limited by the uplink.
+
+        `share` is from 0 to 1.
+        """
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)

@@ -24,16 +24,16 @@ versions are always in memory.
 * *Eviction meanwhile.* Bytes are verified before they are written, so a late write is correct. The
   work keeps a reference to the image's memory. So this memory is not reused for another version. If
   the item was dropped meanwhile, the result of the write is ignored. Only its credit is free again.
-* *Silence.* While a chunk is being written the parent is not silent, and time without credit does
-  not count for the rate of the link.
+* *Silence.* While a chunk is being written the parent does not count as silent. Time without credit
+  does not count for the rate of the link.
 * *A failed write.* If the disk refuses a write, the receiver acts as if the disk were full.
 
 **Out of order.** Chunks may travel over another connection than tables (`net/zmq.py`), and may
 arrive before the table with their hashes. Such chunks are kept until the table arrives, at most
 EARLY_BYTES.
 
-**Damage.** If the audit finds damaged memory, every version in it is dropped, and the newest
-version is fetched as a whole image.
+**Damage.** If the audit finds damaged memory, every version in it is dropped. The newest version is
+then fetched as a whole image.
 
 **Out of space.** The held versions are kept, and the fetch is tried again. It is tried soon after
 this node has dropped an image. Otherwise it is tried with a backoff, because no event tells when

@@ -8,9 +8,9 @@ other forever. The learner publishes the next version only after a certain step.
 version would be too old to sample for this step.
 
 **Path.** A version can be fetched as its full image, as a keyframe (packed, without a base), or as
-a delta against an older version, which again can be fetched in several forms. A node takes the path
-with the fewest bytes. If several paths have the same number of bytes, it takes the one with the
-fewest steps, because each step costs a pass over the whole image.
+a delta against an older version. The older version again can be fetched in several forms. A node
+takes the path with the fewest bytes. If several paths have the same number of bytes, it takes the
+path with the fewest steps. Each step costs a pass over the whole image.
 
 **Forms.** A small version is published only as its image, and so is every version if codec =
 "full". For any other version the learner first makes a delta against its last published version. It

@@ -7,7 +7,7 @@ chunks in ascending order, each as soon as this node holds it, within the child'
   all nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
   sibling that fetches the same item. Three kinds of child hold no sibling back. The first was
   silent for as long as SILENT_CHUNKS chunks usually take. The second has taken chunks at less than
-  half of the median rate for SLOW_AFTER_S (its disk may be slower than its link). The third waits
+  half of the median rate for SLOW_AFTER_S, for example because its disk is slow. The third waits
   for a chunk that this node does not hold. The time in which a child is held back does not count
   for its rate. Otherwise all siblings would seem as slow as the slowest.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in a
@@ -16,12 +16,12 @@ chunks in ascending order, each as soon as this node holds it, within the child'
 * **Waiting.** A child may wait for a sibling, or for a chunk that this node does not hold. It gets
   Waiting repeatedly, so that one stall does not make all nodes below it leave their parents. A
   missing chunk may take long. So each Waiting announces a silence twice as long as the Waiting
-  before, up to MAX_WAITING_S, and the child is patient for this time. A child that waits for a
-  sibling, or for an item that this node does not know, gets a Waiting every WAITING_PERIOD_S.
+  before, up to MAX_WAITING_S. The child is patient for this time. A child that waits for a sibling,
+  or for an item that this node does not know, gets a Waiting every WAITING_PERIOD_S.
 * **Pinned.** An item that a child fetches is not evicted, so the number of children limits the size
-  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS,
-  because the end of an inbound link may go unnoticed. If the child is alive, the learner's Pulse
-  makes it subscribe again.
+  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS. The
+  end of an inbound link may go unnoticed. If the child is alive, the learner's Pulse makes it
+  subscribe again.
 """
 
 from __future__ import annotations
@@ -541,8 +541,8 @@ class Sender:
     def pinned(self, now: float) -> set[ItemId]:
         """The complete items that children fetch, which must not be evicted.
 
-        A partial item may be evicted. If this node fetches a newer version meanwhile, the partial
-        item would never be completed, and the child would wait forever.
+        A partial item may be evicted. This node may fetch a newer version meanwhile. Then the
+        partial item would never be completed, and the child would wait forever.
         """
         return {
             child.fetching

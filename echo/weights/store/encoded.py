@@ -14,10 +14,10 @@ A delta is coded against its base, a version that the receiver holds. A keyframe
 * The other kind of table belongs to a delta **on its base**. For each block it has the hash of the
   words in the base that the block replaces. Neither learner nor receiver hashes the image. So the
   work on both sides grows with the number of changes. The manifest, which is the **seal** of the
-  version, follows later. Until then, the image may be installed and may be the base of the next
-  delta, but it is not offered to children as a whole image.
-* Every size is checked against the size of the image before memory is allocated, and the decoder
-  writes at most the block that it fills.
+  version, follows later. Until then, the image may be installed, and may be the base of the next
+  delta. It is not yet offered to children as a whole image.
+* Every size is checked against the size of the image before memory is allocated. The decoder writes
+  at most the block that it fills.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class RecycledMemory:
     def can_grow(self) -> bool:
         """Whether `grow` may be called.
 
-        Then a piece is in use, and fewer than `max_pieces` exist.
+        A piece must be in use, and fewer than `max_pieces` must exist.
         """
         return bool(self._lent) and self._num_pieces < self._max_pieces
 

@@ -86,8 +86,7 @@ class TrustedManifests:
     def use_local_image(self, version: PolicyVersion) -> Transfer | None:
         """Return this machine's own image if it is the image of `version`, else None.
 
-        Only the first announced version is compared with the own image. Afterwards the own image is
-        dropped.
+        Only the first announced version is compared with it. Afterwards the image is dropped.
         """
         found, local = self.manifests.get(version), self.local_image
         if found is None or local is None:

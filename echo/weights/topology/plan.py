@@ -6,21 +6,22 @@ So a node can turn to another parent without a message from the learner.
 
 **Plan.** `plan_topology` builds several trees (`trees.py`), and predicts the time of each for this
 payload (`throughput.py`). It chooses among them in two steps. First it keeps the plans that take at
-most 1.5 times as long as the fastest plan, and of these only the plans with the fewest links
+most 1.5 times as long as the fastest plan. Of these it keeps only the plans with the fewest links
 between regions. So a version enters each region once, unless that would take much longer. It may
 take longer because no node of a region can serve others, for example. Then it compares the plans
 that are about as fast as the fastest remaining plan, and takes the cheapest of them. The cheapest
 has the fewest paid bytes, then the fewest copies from the learner. So the learner sends a version
 once, unless a second copy clearly saves time.
 
-**Replan.** The learner's `Planner` makes a plan when a node joins, when a node leaves, and when a
-node was found to send wrong chunks. While versions take longer than WORTHWHILE_S to spread, it also
-makes a plan every REPLAN_S, because each transfer gives new measurements of the links.
+**Replan.** The learner's `Planner` makes a plan when a node joins, leaves, or was found to send
+wrong chunks. Each transfer gives new measurements of the links. So a plan is also made every
+REPLAN_S while versions take longer than WORTHWHILE_S to spread.
 
-During a broadcast a new plan must save more time, since a node that changes its parent loses time
-and the chunks under way. So a plan is also made just before a version is sent, unless a plan was
-made between two broadcasts less than REPLAN_S ago. If versions follow each other closely, all plans
-would otherwise be made during broadcasts. Measurements would then have no effect.
+A node that changes its parent during a broadcast loses time and the chunks under way. So a new plan
+must then save more time. Therefore a plan is also made just before a version is sent. This plan is
+skipped if another was made between two broadcasts less than REPLAN_S ago. If versions follow each
+other closely, all plans would otherwise be made during broadcasts. Measurements would then have no
+effect.
 
 The plan in force is patched until another plan would save a set share of the time. So small changes
 of measured rates change no node's parent. A new plan is made from scratch only in a small fleet,

@@ -170,11 +170,11 @@ def _known(rate: float | None, assumed: float) -> float:
 
 
 # --- nodes that are limited by their own downlink, judged by the rates that all nodes receive ---
-#
-# Usually a node receives at the rate that its parent can send, which is no measure of its downlink.
-# If that rate counted as a limit, a plan that is slow for another reason would confirm itself
-# forever. So a node counts as limited by itself only if its parent could have sent clearly more:
-# the parent receives faster than the node, and sends clearly less than its uplink has carried.
+# Usually a node receives at the rate that its parent can send. This rate says nothing about the
+# node's downlink. If it counted as a limit, a plan that is slow for another reason would confirm
+# itself forever. So a node counts as limited by its downlink only if its parent could have sent
+# clearly more. Such a parent receives faster than the node, and sends clearly less than its uplink
+# has carried.
 
 
 LIMIT_SHARE = 0.7

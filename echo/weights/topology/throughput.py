@@ -15,9 +15,9 @@ The first chunk reaches a node when the parent has it and has sent it to all its
     lag(node) = lag(parent) + children(parent) * chunk / uplink(parent) + round trip / 2 + work
 
 Then the remaining S - chunk bytes follow at this rate, where S is the size of the version. With
-equal uplinks these are the closed formulas for the star (N S/u) and the chain (S/u + (N-1)(c/u + L)
-+ L). TCP connections are assumed to be at full speed, because they are kept from one version to the
-next.
+equal uplinks the results are closed formulas: N S/u for the star, and S/u + (N-1)(c/u + L) + L for
+the chain. TCP connections are assumed to be at full speed, because they are kept from one version
+to the next.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A tree for the rate r gives each receiver one link of this rate. So a node with the uplink u has
 floor(u / r) **slots** for children. Every receiver needs one slot. A node with slots takes one slot
 and adds at least one. So a tree can always be grown from the learner through the nodes with slots,
-those with the most slots first, and be completed with leaves. So a rate is possible if and only if
+those with the most slots first. Then it is completed with leaves. A rate is possible if and only if
 there are enough slots. Bisection finds the largest possible rate.
 
 Slots are assigned so that one link enters each region, and none enters the learner's region. So the
@@ -223,8 +223,8 @@ class _Grower:
 
         Nodes that may serve children are attached first, and then the leaves. Nodes of the
         learner's region come first, because otherwise a link would have to lead back into this
-        region. Then the other regions follow, in order of the number of children that they can
-        serve in further regions, the largest number first.
+        region. Then the other regions follow. The region that can serve the most children in
+        further regions comes first.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
