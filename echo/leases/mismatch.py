@@ -10,7 +10,7 @@ A worker is reported by name and set aside, like a useless worker (`leases/usefu
 of these conditions hold:
 
 * At least half of its last WINDOW trained groups can be compared. A group can be compared if at
-  least two equals have MIN_EQUAL groups of the same staleness, so a fleet needs three workers.
+  least two equals have MIN_EQUAL groups of the same staleness. So a fleet needs three workers.
 * The median ratio of its groups' mismatch to its equals' mismatch is at least TIMES.
 * Its median mismatch is above FLOOR, whatever the equals' mismatch is.
 

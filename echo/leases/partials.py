@@ -263,8 +263,7 @@ class ShippedPartials:
 
 
 # --- Codec: to the learner, along with a lease, and into a worker's own file ---
-#
-# Versions are encoded as runs, because one version samples hundreds of tokens in a row; so a token
+# Versions are encoded as runs, because one version samples hundreds of tokens in a row. So a token
 # costs nine bytes. A decoder checks every field before it returns anything, as for finished groups.
 
 

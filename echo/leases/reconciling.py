@@ -1,10 +1,10 @@
 """Reconciliation of a worker's leases: the list in its heartbeat is compared with the book.
 
 * If the worker does not list a lease that it should have by now, the lease is sent again.
-* If a worker no longer lists a lease that it was asked to give up, the lease ends, and its group is
-  reserved for the worker that the request names.
-* If the worker lists a lease that the book does not have, for example after a restart of the
-  learner, the lease is entered in the book. There are three exceptions: the group has ended,
+* A worker may no longer list a lease that it was asked to give up. Then the lease ends, and its
+  group is reserved for the worker that the request names.
+* If the worker lists a lease that the book does not have, the lease is entered in the book. The
+  learner may have been restarted, for example. There are three exceptions: the group has ended,
   another worker continues the group, or the worker was not granted this attempt. Then the lease is
   not entered, and the learner reports it to the worker as unwanted.
 * A listed lease that has expired is not entered again, but still occupies a place of its worker.

@@ -5,19 +5,19 @@ worker with a probability equal to that worker's share of all delivered groups. 
 dishonest worker that returns equal rewards need not sample. So it becomes the fastest worker and
 gets most of the leases. Two rules prevent such a worker from stopping a run.
 
-**Set aside.** When a useful group arrives, each worker is credited with its share of the groups
-that were delivered since the previous useful group. A worker is set aside under two conditions. Its
-credits sum up to EXPECTED groups or more, and the number of its useful groups is at most
-LEAST_SHARE of these credits. The worker then gets no groups for AWAY_S, and its count begins again.
-The number of an honest worker's useful groups scatters no more than Poisson's law says. So if 20
-useful groups are expected, the probability of 2 or fewer is 5e-7. If the whole fleet learns
+**Set aside.** When a useful group arrives, each worker gets a credit. The credit is its share of
+the groups that were delivered since the previous useful group. A worker is set aside under two
+conditions. Its credits sum up to EXPECTED groups or more. The number of its useful groups is at
+most LEAST_SHARE of these credits. The worker then gets no groups for AWAY_S, and its count begins
+again. The number of an honest worker's useful groups scatters no more than Poisson's law says. So
+if 20 useful groups are expected, the probability of 2 or fewer is 5e-7. If the whole fleet learns
 nothing, no worker is credited, so none is set aside.
 
 **A quorum.** A run ends after `max_zero_signal_groups` groups in a row without a useful group. If
-nearly all of these groups are from one worker, this worker gets no groups until the other workers
-have delivered a batch. So a fast worker cannot end the run between two useful groups of slower
-workers. If no other worker exists, or no other worker could sample for ALONE_S, the groups of this
-worker suffice. Groups of workers that are set aside never count.
+one worker made nearly all of these groups, it gets no groups until the other workers have delivered
+a batch. So a fast worker cannot end the run between two useful groups of slower workers. If no
+other worker exists, or no other worker could sample for ALONE_S, the groups of this worker suffice.
+Groups of workers that are set aside never count.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: i
 def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) -> int:
     """Return the step of the oldest version that may sample the next group.
 
-    It is the lowest w for which `most_promised` is above `num_promised`. That is the number of
-    groups consumed, buffered or running.
+    It is the lowest w for which `most_promised` is above `num_promised`. `num_promised` is the
+    number of groups consumed, buffered or running.
     """
     return max(0, num_promised // groups_per_step - max_staleness)
 

@@ -31,10 +31,9 @@ from echo.leases.groups import LeaseRecord
 # An engine becomes slower the more groups it runs, so each further group of a worker is predicted
 # to take longer. Otherwise an engine with places for a whole batch would be granted the whole batch
 # because it was ready a moment before its equals.
-#
-# The result is leases in proportion to speeds. A worker gets no group that it would finish after
-# the other workers have finished everything that admission allows: admission allows the groups that
-# the next S + 1 steps consume, and a group that comes after these steps is stale.
+# So workers get leases in proportion to their speeds. Admission allows the groups that the next S +
+# 1 steps consume. A group that comes after these steps is stale. So a worker gets no group that it
+# would finish after the other workers have finished all of these.
 
 
 FULL_SLOWDOWN = 2.0

@@ -15,9 +15,9 @@ stalled.
 
 A worker of unknown speed counts as twice as fast as the fastest worker, so that it is tried. The
 groups that it then holds are expected to advance at the median speed of all workers. An idle
-worker's speed estimate doubles each time that `RETRY_GROUPS` durations of a group have passed, up
-to the fastest worker's speed. So a slow worker is tried again with one group from time to time. The
-slower the worker is, the less often it is tried.
+worker's speed estimate doubles after every `RETRY_GROUPS` durations of a group, up to the fastest
+worker's speed. So a slow worker is tried again with one group from time to time. The slower the
+worker is, the less often it is tried.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Just in time: groups are granted as late as the learner allows, so that they are fresh.
 
-Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If groups
-are granted as early as admission allows, nearly all of them reach the bound on staleness before
-they are trained on. The learner needs few of them that early. `JustInTime` holds a group back while
-the group can still be made in time from the next version:
+Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If all
+these groups were granted at once, nearly all would reach the bound on staleness before they are
+trained on. The learner needs few of them that early. `JustInTime` holds a group back while the
+group can still be made in time from the next version:
 
     need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
     have(b) = accepted
@@ -31,15 +31,16 @@ back until they are due.
 
 **margin**: seconds of safety against errors of the estimates, such as the lengths of groups. The
 margin grows by the time that the learner has waited for a batch. It grows at most by the time for
-which groups of that batch were held back. At a step without such a wait the margin shrinks by
-WAIT_SHARE of the step's time, or by SPARE_SHARE of the least spare time of recent batches if that
-is more. In equilibrium the learner therefore waits about WAIT_SHARE of its time for fresher groups.
+which groups of that batch were held back. At a step without such a wait the margin shrinks by the
+larger of two times: WAIT_SHARE of the step's time, and SPARE_SHARE of the least spare time of
+recent batches. In equilibrium the learner therefore waits about WAIT_SHARE of its time for fresher
+groups.
 
 **Open**: no group is held back in two cases. In the first case the learner has waited for more than
 OPEN_SHARE of its recent time, not counting the longest wait. In the second case the fleet without
 its fastest worker would be too slow for the learner. Groups that are made ahead then bridge the
 loss of a worker. Until a step has been timed and a version installed, groups are granted for two
-batches, or for all free places if these are more.
+batches. If there are more free places, all of them get groups.
 
 The method is flow control by the bandwidth-delay product, as in BBR. The queue that is kept short
 is the queue of groups that wait for the learner.
@@ -289,7 +290,7 @@ class JustInTime:
 
     @property
     def _is_open(self) -> bool:
-        # The longest wait is left out: to prevent a single wait is the margin's task.
+        # Leave out the longest wait: the margin prevents single waits.
         waited_s = sum(self._waited_s) - max(self._waited_s)
         return waited_s > OPEN_SHARE * len(self._waited_s) * self._step_s
 
