@@ -12,10 +12,10 @@ sufficient, the best set is the cheapest within the budget whose step is hardly 
 shortest. The learner then waits, and the decision states its idle share.
 
 The search begins with several sets: no worker, the active workers, and one set for each kind. The
-set of a kind has all workers whose broadcasts and groups take no longer than those of the kind,
-because one slow link or long group can make every larger set insufficient. From each of these sets
-the search changes the number of workers of one kind, then of two kinds, then of three, as long as a
-change makes the set better. The search assesses at most MAX_ASSESSED sets.
+set of a kind has all workers whose broadcasts and groups take no longer than those of the kind. One
+slow link or long group can make every larger set insufficient. The search begins at each of these
+sets. It changes the number of workers of one kind, then of two kinds, then of three, as long as the
+set becomes better. The search assesses at most MAX_ASSESSED sets.
 """
 
 from __future__ import annotations
@@ -417,8 +417,8 @@ def choose(
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the provisioning rule and the budget.
 
-    If no set is sufficient, the result is the cheapest set within the budget whose step time is at
-    most HARDLY_SLOWER times the shortest.
+    If no set is sufficient, the step time may be at most HARDLY_SLOWER times the shortest. The
+    result is the cheapest such set within the budget.
 
     Args:
         workers: all workers that have joined.

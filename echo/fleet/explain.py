@@ -6,8 +6,8 @@ times up. It keeps two sums: one while the learner waits for groups, and one for
 
 **The learner waits.** One stage is the cause. In some stages groups are blocked: rewards, weights,
 storing, delivering. Such a stage is the cause if it takes at least BLOCKED_SHARE of the time.
-Otherwise the cause is sampling or granting, whichever takes more time. If a worker has no groups
-because the staleness bound admits none, its time does not count, because it is an effect of the
+Otherwise the cause is sampling or granting, whichever takes more time. A worker may have no groups
+because the staleness bound admits none. Its time does not count, because it is an effect of the
 wait. Each stage then leads to a resource:
 
     rewards      the task's code, at the workers or at the learner

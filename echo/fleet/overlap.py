@@ -9,14 +9,15 @@ is the number of rollouts per step, S the staleness bound, kappa the publish per
       rate >= R / T_train  and  (kappa - 1) + ceil((T_bcast + T_group + T_queue) / T_train) <= S
 
 T_group is the time of a group, and T_queue = R / rate is the time to gather a batch.
+
 `predict` uses neither reading. It follows the rule of admission (leases/grants/admission.py) step
 by step. Batch k is generated after batch k - 1. It begins once a version w with S + w + 1 > k is
 installed, and is trained after step k - 1. So the prediction is also valid for a fleet that breaks
 the provisioning rule, and shows how long its learner waits.
 
 A batch is complete when the fleet has made all of its rollouts. This takes at least the time of one
-group. If groups differ in length, some workers still make the last groups of a batch while others
-begin the next batch or wait for it. That delays a batch by half of a group's time at most.
+group. If groups differ in length, some workers still make the last groups of a batch. Meanwhile
+others begin the next batch or wait for it. That delays a batch by half of a group's time at most.
 
 Staleness is predicted for grants just in time (leases/grants/just_in_time.py). So each batch begins
 at the latest instant that delays no step of this prediction. In three cases it begins as early as
@@ -140,9 +141,9 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
     """Return the least factor by which steps must be longer to satisfy the rule.
 
-    It is the provisioning rule. If workers keep generating and the period is S + 1, no length of
-    steps satisfies it, because workers and learner must take turns. Then the result is the time of
-    a step, with the learner's wait, divided by T_train.
+    It is the provisioning rule. If workers keep generating and the period is S + 1, workers and
+    learner must take turns. Then no length of steps satisfies the rule. Then the result is the time
+    of a step, with the learner's wait, divided by T_train.
 
     Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and
     T_group = 0. The broadcast of a version and its batch take 7 + 4 s. So steps must take 11 s, and

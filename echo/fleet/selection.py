@@ -77,11 +77,11 @@ def select(
 
 
 # --- the programme --------------------------------------------------------------------------------
-#
-# Variables, in this order: x_j nodes of each offer, z_j whether an offer is used, r_g whether a
+# The variables, in this order: x_j nodes of each offer, z_j whether an offer is used, r_g whether a
 # region's relay is used, t the seconds of a broadcast. All constraints except one are linear. The
-# convex one (rate against t for pausing workers, time to gather a batch against rate for the
-# others) enters as tangents, one per round, until the answer satisfies the rule itself.
+# convex constraint is the rate against t for pausing workers. For the others it is the time to
+# gather a batch against the rate. It enters as tangents, one per round, until the answer satisfies
+# the rule itself.
 
 
 _Row = npt.NDArray[np.float64]
