@@ -148,8 +148,8 @@ class PlainLog:
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
         """Return the newest notices that the last snapshot did not have, at most five."""
         known, self._notices = list(self._notices), notices
-        # The window slides: the known lines are the longest end of the old window with which the
-        # new window begins.
+        # The two windows overlap. The known lines are the longest end of the old window that begins
+        # the new one.
         num_known = min(len(known), len(notices))
         while num_known and known[-num_known:] != list(notices[:num_known]):
             num_known -= 1

@@ -103,7 +103,7 @@ def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
             (" greedy", "magenta"),
             (f" at step {step}", "dim"),
         )
-        # The longest of these titles that fits, from everything down to the bare numbers.
+        # Take the longest title that fits; the last one has only numbers.
         short = ("   held-out", "bold")
         for wanted in (
             parts,

@@ -358,7 +358,7 @@ def _colors(number: int) -> list[str]:
 def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
     """Draw the mean rewards of steps and of evaluations.
 
-    A single run also has its spread.
+    For a single run, also draw the spread.
     """
     drawn = False
     values: list[float] = []
