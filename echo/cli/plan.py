@@ -80,8 +80,8 @@ def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
     """Return the request with the rates that a run has measured in place of estimates.
 
     The learner's time for a step is scaled by the number of tokens of a step. An offer gets the
-    mean rate of its workers. A worker belongs to an offer if its name is the offer's name, or
-    begins with the offer's name and a dash ("fra-4090-3").
+    mean rate of its workers. A worker belongs to an offer by its name. The name is the offer's
+    name, or the offer's name with a dash and more text ("fra-4090-3").
 
     Raises:
         ConfigError: if no worker of the run belongs to an offer.
@@ -257,7 +257,7 @@ def refusal_text(refusal: Refusal) -> str:
 
 
 def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[str, str]:
-    """Return the minimum that a rented machine must have, as a marketplace's search expression.
+    """Return the least that a rented machine must have, as search conditions.
 
     The result maps a name to its condition in the syntax of `vastai search offers`. Memory and disk
     are in GB, links in Mbit/s.

@@ -493,9 +493,9 @@ def start_node(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         file = output.open("ab")
-    # The process gets a session of its own. So Ctrl-C in the terminal reaches the learner, which
-    # drains, but not the workers, which must finish their groups meanwhile; this command ends them
-    # after the learner.
+    # The process gets a session of its own. So Ctrl-C in the terminal reaches only the learner,
+    # which drains. Meanwhile the workers finish their groups. This command ends them after the
+    # learner.
     process = subprocess.Popen(
         command,
         env={**os.environ, **(environment or {})},
