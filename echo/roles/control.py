@@ -2,9 +2,9 @@
 
 The link carries the messages between a node and the learner. Its rules:
 
-* The node dials the next address if the link is lost, or if no message of the learner has arrived
-  for `dead_after_s`. It dials the configured addresses in turn, and the learner's own address if a
-  plan has named it. So the workers of a dead relay find the learner by themselves.
+* The node dials the next address if the link is lost, or if the learner was silent for
+  `dead_after_s`. It dials the configured addresses in turn, and the learner's own address if a plan
+  has named it. So the workers of a dead relay find the learner by themselves.
 * After `reconnect_for_s` without the learner the node stops with an error that names remedies. It
   also stops once every address has refused it MAX_REFUSALS times in a row, because waiting cannot
   help. An address refuses a node in three cases: it rejects the node's keys, speaks another

@@ -27,9 +27,9 @@ Model, tokenizer, chat template, stop ids, task source and dataset are compared 
 without these files inherits configuration and tokenizer from the learner, but never code or
 weights. So its hashes always match.
 
-Inherited files and settings are signed by the learner and verified before use, because any process
-with the run's secret may act as a relay and forward them. The join string contains the fingerprint
-of the learner's key, so a node has it before it receives anything. No fingerprint is known without
+Inherited files and settings are signed by the learner and verified before use. Any process with the
+run's secret may act as a relay and forward them. The join string contains the fingerprint of the
+learner's key, so a node has it before it receives anything. No fingerprint is known without
 encryption (`security.curve = false`). Then a node can only check that the same key has signed all
 that it receives. Names of files come from a fixed table.
 """
@@ -891,9 +891,9 @@ class Admission:
     def proves_name(self, source: str, message: Message) -> bool:
         """Return whether a message comes from the process that holds the name `source`.
 
-        If no process holds the name, the result is true. A Ready proves the name if it has the
-        incarnation of the holding process. The caller has checked the seal. A Hello with this
-        incarnation proves the name only until a sealed message of the process has arrived.
+        If no process holds the name, the result is true. Otherwise a Ready or a Hello must have the
+        process's incarnation. The caller has checked the seal of a Ready. A Hello proves the name
+        only until a sealed message of the process has arrived.
         """
         member = self.roster.nodes.get(source)
         match message:

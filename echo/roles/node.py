@@ -13,10 +13,10 @@ the links:
   engine can take minutes to build. Meanwhile Hello is repeated once per heartbeat interval, so that
   node and learner each know that the other is alive.
 * The control link goes from address to address until it finds the learner (`roles/control.py`).
-* A Welcome ends the node if it is of another run, or has other settings or other hashes, because
-  retrying cannot help.
-* Any other message that the learner has not sealed (`wire/seals.py`) is refused and counted under
-  the name of the node that forwarded it.
+* A Welcome of another run, with other settings or with other hashes ends the node. Retrying could
+  not help.
+* Any other message that the learner has not sealed (`wire/seals.py`) is refused. It is counted
+  under the name of the node that forwarded it.
 * The weights link follows the newest plan (`weights/parents.py`).
 """
 

@@ -1,7 +1,7 @@
 """The learner's part in planning the broadcast: when to plan, and which nodes get new parents.
 
-`weights/topology/plan.py` computes the plan. This module requests a plan from the measured uplinks,
-and sends each node its part of the plan if the node's parents have changed. At least PLAN_S seconds
+`weights/topology/plan.py` computes the plan. This module requests a plan from the measured uplinks.
+If a node's parents have changed, it sends the node its part of the plan. At least PLAN_S seconds
 per node pass between two plans. So planning takes only a bounded share of the time, also in a large
 fleet.
 """

@@ -11,8 +11,8 @@ In two cases the engine has to be empty first (`EngineVersions.is_held`):
 
 An engine may hold several versions side by side (adapters in vLLM). Then each call names the
 version that samples it. A new group gets the newest version. A continued group gets the version
-that began it, so no group mixes versions. If that version is too old to be trained on, or has left
-the engine, the group is sampled from the start.
+that began it, so no group mixes versions. That version may be too old to be trained on, or may have
+left the engine. Then the group is sampled from the start.
 """
 
 from __future__ import annotations

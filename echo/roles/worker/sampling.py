@@ -4,18 +4,18 @@ An engine that takes requests at any time gets one call per group, as soon as it
 Any other engine gets one batch of groups after another. A batch lasts as long as its longest
 rollout, and towards its end only few of its rows are busy.
 
-So with `over_submission` = f > 1 (active partial rollouts, APRIL) a batch of N groups is recalled
-early, if other groups wait. This happens once N / f of its groups are whole. A group is whole when
-all its rollouts have ended. Unfinished groups keep their tokens, log-probabilities and versions.
-They are continued in the next batch with the newest weights, before new groups, oldest first. A
-continued group takes only the rows of its unfinished rollouts. New groups take the remaining rows.
-A whole group is scored and delivered at once, without waiting for its batch.
+So with `over_submission` = f > 1 a batch of N groups is recalled early, if other groups wait
+(active partial rollouts, APRIL). This happens once N / f of its groups are whole. A group is whole
+when all its rollouts have ended. Unfinished groups keep their tokens, log-probabilities and
+versions. They are continued in the next batch with the newest weights, before new groups, oldest
+first. A continued group takes only the rows of its unfinished rollouts. New groups take the
+remaining rows. A whole group is scored and delivered at once, without waiting for its batch.
 
 An engine that takes requests at any time has no batch. It is given f times the number of groups
 that its memory holds. So its queue never becomes empty while long rollouts keep their places.
 
 A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's own file and sent
-to the learner, and its groups are continued in a new call. So a worker that is killed loses at most
+to the learner. Its groups are continued in a new call. So a worker that is killed loses at most
 `ship_s` seconds of sampling.
 
 If a call of several groups raises an error, its groups are sampled again in calls of half the size.
@@ -209,7 +209,7 @@ Decision = Action | NoResult | GiveUp
 class EngineCalls:
     """Decides which groups enter the engine, and when a call is recalled.
 
-    Each call also gets a version.
+    It also chooses the version of each call.
     """
 
     def __init__(
