@@ -1,6 +1,6 @@
 """Admission of inbound connections: keys, tokens, and bounds on what strangers can use up.
 
-During the handshake with a client libzmq asks whether to admit the client, by messages to an
+During the handshake with a client libzmq asks whether to admit the client. It sends messages to an
 address inside the process (ZAP, RFC 27). The event loop answers, so no thread is needed. All nodes
 of the run dial with the same key. Each kind of guest dials with a key of its own. libzmq informs a
 refused client and closes its connection.

@@ -2,8 +2,8 @@
 
 A socket is bound first and listens later. So a node takes its address before it opens its files,
 and strangers cannot take the descriptors of those files. Loading a model takes minutes. Meanwhile a
-second learner may start on the same port, and Linux lets both bind the port until one of them
-listens. So a bound socket listens for an instant and then stops sharing its port (`_hold`).
+second learner may start on the same port. Linux lets both bind the port until one of them listens.
+So a bound socket listens for an instant and then stops sharing its port (`_hold`).
 
 The socket is made here and handed to libzmq, so that its congestion control can be chosen. Accepted
 connections inherit the choice. The choice applies to the bytes that the listening side sends: a

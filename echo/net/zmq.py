@@ -10,10 +10,10 @@ shares one channel among all inbound peers, which `admission.py` bounds. A `Dial
                looking up or connecting fails (DialFailed) -> backoff -> again
     inbound    accepted -> known with its first message (Connected) -> ended (Disconnected)
 
-**One connection, one channel, one identity.** A dialled link opens a new channel for each attempt,
-because libzmq would mix the messages of two connections in one pipe. So libzmq's own reconnection
-is off. ZMQ_IMMEDIATE stays 0. If it were 1, messages that a peer sent just before it closed would
-be discarded. The end of a connection is reported only after its channel has been drained, so last
+**One connection, one channel, one identity.** libzmq would mix the messages of two connections in
+one pipe. So a dialled link opens a new channel for each attempt, and libzmq's own reconnection is
+off. ZMQ_IMMEDIATE stays 0. If it were 1, messages that a peer sent just before it closed would be
+discarded. The end of a connection is reported only after its channel has been drained, so last
 messages come first. The ROUTER names each inbound connection itself, because no routing id is sent.
 So a node that comes back after a half-open connection is a new peer and not a refused duplicate.
 libzmq reports the end of an inbound connection by its descriptor. So a peer's descriptor is read
