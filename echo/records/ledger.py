@@ -21,9 +21,9 @@ format 3:
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
-step > f, because these steps were abandoned. The remaining records are the surviving line. On this
-line every accepted group has at most one end (it was trained or discarded). It has exactly one
-after the run has finished. A discard is never voided.
+step > f. These steps were abandoned. The remaining records are the surviving line. On this line
+every accepted group has at most one end (it was trained or discarded). It has exactly one after the
+run has finished. A discard is never voided.
 
 Durability. The event loop never waits for the disk: it appends to a queue in memory. One other
 thread at a time writes the queue in order: either the whole queue or nothing (`commit`). After
