@@ -4,9 +4,9 @@
     (shared by all)      (one stream's rate, delay)      (shared by all)
 
 * **Bulk** messages are chunks and groups. They queue at the uplink in the order in which they were
-  sent, take the route at the rate of one stream, and queue again at the downlink. A stage begins
-  with the first byte of a message, so an idle stage adds no time. **Small** messages do not queue.
-  They pass between bulk messages, as if they were packets of other connections, and only the
+  sent. They take the route at the rate of one stream, and queue again at the downlink. A stage
+  begins with the first byte of a message, so an idle stage adds no time. **Small** messages do not
+  queue. They pass between bulk messages, as if they were packets of other connections, and only the
   latency delays them. Messages of one connection arrive in order.
 * A connection is a stream, like TCP: a lost packet costs time, and no message is lost. The rate of
   a route is the measured rate of one stream, which includes TCP's response to lost packets.
