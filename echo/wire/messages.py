@@ -8,9 +8,9 @@ three kinds:
 * **Routed messages** go between a node and the learner, over any number of relays. A relay forwards
   them by the node id in the envelope and does not decode them. They are sealed from end to end
   (`wire/seals.py`), so that no relay can change, forge or replay them. Only the kinds in UNSEALED
-  have no seal. A Welcome, and a Refuse or Finish that answers a Hello, are signed by the learner
-  and contain the hash of the Hello. Files are compared with hashes in the Welcome. A forged Hello,
-  AssetRequest or Rehello can only make a node join again.
+  have no seal. The learner signs each Welcome, and each Refuse or Finish that answers a Hello.
+  These messages contain the hash of the Hello. Files are compared with hashes in the Welcome. A
+  forged Hello, AssetRequest or Rehello can only make a node join again.
 * **Viewers' messages** go between a viewer, which is no node, and the learner (`roles/viewers.py`).
 
 Senders and the kinds that they may send:

@@ -9,7 +9,7 @@ agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
 **Agreement.** Both processes have a key pair of curve 25519. Each Hello has the node's public key
 and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the Hello that it
 answers. The learner signs the Welcome with the key whose fingerprint is in the join string. So the
-node can verify that the learner received its Hello unchanged, and that the public key in the
+node can verify two things: the learner received its Hello unchanged, and the public key in the
 Welcome is the learner's. If a relay replaces either key, the node detects it. The shared secret of
 the key pairs, both nonces and the Hello's hash determine the keys of this **channel**. On links
 without CURVE there is no fingerprint, and the node accepts the first learner that answers.
@@ -21,8 +21,8 @@ of an absent node. But a relay cannot send messages in a channel that another no
 **Seal.** (channel, number, code). `channel` is eight bytes that name the channel. `number` counts
 the messages of one direction. `code` is BLAKE3, keyed with the direction's key, over number,
 source, target, message and payload frames. A receiver accepts each of the last WINDOW numbers once,
-in any order. A role may send messages in another order than it sealed them, and a relay that
-changes its own link may reorder a few.
+in any order. A role may send messages in another order than it sealed them. A relay that changes
+its own link may reorder a few.
 
 **Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
 of parent or a restart belongs to an earlier channel. Such a message is dropped without a note,
