@@ -71,7 +71,10 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful one that bring the run's end no nearer."""
+        """Number of groups since the last useful one that do not count towards the end.
+
+        The run ends after a number of groups without a useful one.
+        """
         dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
         return self._num_void + dominant
 

@@ -47,7 +47,10 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful one that bring the run's end no nearer."""
+        """Number of groups since the last useful one that do not count towards the end.
+
+        The run ends after a number of groups without a useful one.
+        """
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:

@@ -465,7 +465,7 @@ class Node:
 
 
 class DialingNode(Node):
-    """The node of a relay or a worker, which dial the learner."""
+    """The node of a relay or worker, which dials the learner."""
 
     def __init__(
         self,

@@ -472,7 +472,7 @@ def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
 
 
 def most_sparse(num_words: int) -> int:
-    """Return the largest number of changed words with which a block counts as sparse."""
+    """Return how many words of a sparse block may have changed."""
     return int(SPARSE_SHARE * num_words)
 
 

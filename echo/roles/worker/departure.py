@@ -147,7 +147,10 @@ class Departure:
         return [Drained(), Release(self.reason)] if self.reason else [Drained()]
 
     def deadline(self, *, lost_at: float) -> float:
-        """Return when the present wait ends; in the state `staying`, when a limit passes."""
+        """Return when the present wait ends.
+
+        In the state `staying`, it is when the next limit passes.
+        """
         match self.state:
             case DepartureState.STAYING:
                 return min(self._release_times(lost_at))

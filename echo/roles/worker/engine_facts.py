@@ -58,7 +58,7 @@ class EngineFacts:
     def max_groups(self) -> int:
         """Number of groups that the worker holds at the same time, in the engine or queued.
 
-        With agents it is 0 at first, because agents request a number of groups later.
+        With agents it is 0 at first, because agents ask for groups later.
         """
         if self.sampler == "agents":
             return 0

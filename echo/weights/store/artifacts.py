@@ -82,7 +82,7 @@ class Chunked(abc.ABC):
 
     @abc.abstractmethod
     def chunk_hash(self, index: int) -> bytes:
-        """Return a chunk's BLAKE3-256 hash, in the form in which it is sent."""
+        """Return the BLAKE3-256 hash of a chunk as it is sent."""
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
         """Write a verified chunk to its memory; thread-safe.
@@ -273,7 +273,7 @@ class Transfer(Chunked):
         return stop - start
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return a chunk's BLAKE3-256 hash, in the form in which it is sent."""
+        """Return the BLAKE3-256 hash of a chunk as it is sent."""
         return self.manifest.sent_hash(index)
 
 

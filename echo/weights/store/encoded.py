@@ -292,7 +292,7 @@ class EncodedVersion(Chunked):
         return stop - start
 
     def chunk_hash(self, index: int) -> bytes:
-        """Return a chunk's BLAKE3-256 hash, in the form in which it is sent."""
+        """Return the BLAKE3-256 hash of a chunk as it is sent."""
         part = self._part(index)
         place = (index - part.first_chunk) * HASH_BYTES
         return part.table.chunk_hashes[place : place + HASH_BYTES]

@@ -574,7 +574,7 @@ class _View:
 
 
 class Planner:
-    """Holds the learner's plan in force, and decides when to make another plan."""
+    """Holds the learner's present plan, and decides when to make another one."""
 
     def __init__(self, *, learner: Site, chunk_bytes: int) -> None:
         """Start with no nodes and no plan.

@@ -1,4 +1,4 @@
-"""The bound on staleness, which follows the signals of training within the hard bound."""
+"""The staleness bound of new leases: it follows training signals, within the hard bound."""
 
 from __future__ import annotations
 

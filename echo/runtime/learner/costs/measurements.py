@@ -1,8 +1,8 @@
 """Measurements of workers and of broadcasts to them, from which activation makes forecasts.
 
-Three times or rates are measured for each worker. They are its rate of sampling, the time for which
-it was active, and the time in which it installs a version. The rate of the learner's uplink is
-taken from the version that was sent fastest.
+Three quantities are measured for each worker: its rate of sampling, the time for which it was
+active, and the time in which it installs a version. The rate of the learner's uplink is taken from
+the version that was sent fastest.
 """
 
 from __future__ import annotations
