@@ -216,7 +216,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def hang_up(self, peer: PeerId) -> None:
-        """End the link to a peer, without a further event of the peer.
+        """End the link to a peer; no event of the peer follows.
 
         Sends to the peer are refused. Accepted messages are still delivered for `linger_s`. The
         connection to a dialled peer or a guest is closed. Further messages of an inbound peer are

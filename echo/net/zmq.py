@@ -251,7 +251,7 @@ class ZmqTransport(Transport):
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
-        """End the link to a peer, without a further event of the peer."""
+        """End the link to a peer; no event of the peer follows."""
         match self._peers.pop(peer, None):
             case DialledLink() as link:
                 link.close()

@@ -426,7 +426,7 @@ class Sender:
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
         """Return the largest lead, in chunks, that a child in this list may have.
 
-        None if there is no child for which the other children wait.
+        None if no child makes the others wait.
         """
         members = [
             child

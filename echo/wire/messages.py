@@ -104,7 +104,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Greet(Message, frozen=True):
-    """The first message on a link, from the node that dialled: its name and the link's purpose."""
+    """The first message on a link, with the dialling node's name and purpose."""
 
     node_id: NodeId
     role: Word
@@ -160,10 +160,11 @@ class Announce(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Child to parent: a request for these chunks in ascending order, up to the credit in bytes.
+    """Child to parent: a request for these chunks in ascending order.
 
-    A child sends a Fetch with the ranges that are still missing after a lost connection or a change
-    of parent. A Fetch replaces every earlier Fetch over this link.
+    The parent sends them up to the credit in bytes. A child sends a Fetch with the ranges that are
+    still missing after a lost connection or a change of parent. A Fetch replaces every earlier
+    Fetch over this link.
     """
 
     version: PolicyVersion
@@ -313,7 +314,10 @@ class Asset(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Node to learner: task and engine are built, with these hashes; the node may be admitted."""
+    """Node to learner: task and engine are built, and have these hashes.
+
+    The node asks for admission.
+    """
 
     incarnation: Word
     digests: Names

@@ -156,7 +156,7 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
 
 
 def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
-    """Return [M]: for each id, the difference to the id before it in its set, minus 1.
+    """Return [M]: each id minus the id before it in its set, minus 1.
 
     For the first id of a set the value is the id itself.
     """

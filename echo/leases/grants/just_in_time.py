@@ -329,8 +329,8 @@ class JustInTime:
         """Return when `num_groups` groups would be done if they are held back.
 
         A worker begins a held group when it installs the next version, or earlier if its present
-        groups are done. If it began even sooner, the held group would slow down its present groups.
-        A worker whose groups would be nearly as old as the bound allows is left out.
+        groups are done. Before that, the held group would only slow down the present groups. A
+        worker whose groups would be nearly as old as the bound allows is left out.
         """
         heap = []
         for load, version in zip(loads, installed, strict=True):

@@ -161,12 +161,12 @@ class Reporter:
         return row
 
     def _partial_metrics(self) -> dict[str, float]:
-        """Return metrics of unfinished rollouts; empty if none was interrupted or continued so far.
+        """Return metrics of unfinished rollouts.
 
-        There are three metrics. The first is the number of groups that wait to be continued. The
-        second is the mean age, in steps, of the oldest token of a continued group. The third is the
-        share of sampled tokens that were dropped or will not be trained on. Totals are among the
-        role's counters.
+        The result is empty until a rollout was interrupted or continued. Otherwise there are three
+        metrics. The first is the number of groups that wait to be continued. The second is the mean
+        age, in steps, of the oldest token of a continued group. The third is the share of sampled
+        tokens that were dropped or will not be trained on. Totals are among the role's counters.
         """
         role = self._role
         counts = role.counters

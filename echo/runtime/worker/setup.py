@@ -266,7 +266,7 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How long a prompt may be for a worker, and how many groups it samples at the same time."""
+    """How long a worker's prompts may be, and how many groups it samples at a time."""
 
     max_prompt_tokens: int
     prompt_bound: str

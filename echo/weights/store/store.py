@@ -157,7 +157,7 @@ class ItemStore:
         self.version_store.advance(encoded.form.base, encoded.version)
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the learner's manifest to an image; return why it does not fit, or "" if it fits."""
+        """Add the learner's manifest to an image; return why it does not fit, or ""."""
         fault = self.images[version].seal(signed, manifest)
         if not fault:
             self.version_store.sealed(version, encode_signed(signed))

@@ -87,7 +87,10 @@ class PlannedNode:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """The learner (number 0) and the nodes (from number 1), each property as a tuple by number."""
+    """The learner (number 0) and the nodes (from number 1).
+
+    Each property is a tuple by number.
+    """
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
@@ -118,9 +121,9 @@ class Sites:
 
     @property
     def best_rate(self) -> float:
-        """The upper bound on the rate at which a plan can feed all receivers, in bytes per second.
+        """The upper bound on the rate at which a plan can feed all receivers.
 
-        Stragglers do not count as receivers.
+        It is in bytes per second. Stragglers do not count as receivers.
         """
         downlinks = (d for i, d in enumerate(self.downlinks) if i and i not in self.stragglers)
         return min(_uplink_rate(self.uplinks), min(downlinks, default=math.inf))
