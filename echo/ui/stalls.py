@@ -63,7 +63,7 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
 def _step_of(row: MetricsRow) -> int:
     """Return the step whose wait a row explains.
 
-    The row of a wait that still goes on has the previous step.
+    The row of a step has its reward. The row of a wait that still goes on has the previous step.
     """
     step: int = row["step"]
     return step if "reward/mean" in row else step + 1

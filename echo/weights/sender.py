@@ -84,7 +84,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        """Start with a child that wants no chunk and has been sent none."""
+        """Start with a child that wants no chunk and has got none."""
         self.began_at: float | None = None
         """Time of the child's first request; None before it."""
         self._runs_since: float | None = None
