@@ -41,7 +41,13 @@ from learner.lengths import WAYS, watch
 from learner.peak import CASES, measure
 from learner.uneven import UnevenTask
 
-from echo.cli.quickstart import NodeProcess, free_settings, join_environment, start_node, stop
+from echo.cli.commands.quickstart import (
+    NodeProcess,
+    free_settings,
+    join_environment,
+    start_node,
+    stop,
+)
 from echo.config.load import load_config
 from echo.core.extras import find_config
 

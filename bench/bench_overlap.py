@@ -21,7 +21,7 @@ from typing import Any
 import harness
 from nodes.processes import run_nodes
 
-from echo.cli.plan import read_rates
+from echo.cli.commands.plan import read_rates
 from echo.engine.model import build_model, save_tiny_model
 from echo.fleet.job import Job
 from echo.fleet.overlap import predict, required_rate

@@ -21,7 +21,7 @@ from typing import Any
 
 from learning.delays import DelayInjector, Direction, add_options, read_injectors
 
-from echo.cli.node import read_run_file, run_role
+from echo.cli.commands.node import read_run_file, run_role
 from echo.core.buffer import StalenessBuffer
 from echo.core.rollout import Group
 from echo.roles.worker.installing import Install

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from reference_pages import configuration_page, fleet_page
 
 from echo.cli import parsers
+from echo.cli.commands.node import dry_run
 from echo.cli.main import COMMANDS
-from echo.cli.node import dry_run
 from echo.config.fleet_schema import JobRow, SimRow
 from echo.config.load import load_config
 from echo.config.other_names import ELSEWHERE, names_table, translations

@@ -103,9 +103,9 @@ OWNED = (
         "a process",
         rooms=("tasks", "engine"),
         others={
-            "cli/quickstart.py": "the learner and the workers of a run, as their user would",
-            "cli/sim.py": "simulations on all cores",
-            "cli/node.py": "the learner itself again, in place of this process, after a rollback",
+            "cli/commands/quickstart.py": "the learner and the workers, as their user would",
+            "cli/commands/sim.py": "simulations on all cores",
+            "cli/commands/node.py": "the learner itself again, after a rollback",
             "runtime/commands.py": "the operator's commands: a machine given back, an alert",
         },
         calls=(
@@ -129,8 +129,8 @@ OWNED = (
         "an event loop",
         rooms=(),  # a node runs in the one that it is given
         others={
-            "cli/node.py": "that of the process, and one before it that tries the addresses",
-            "cli/doctor.py": "that of the process, while it tries the way to the learner",
+            "cli/commands/node.py": "that of the process, and one that tries addresses",
+            "cli/commands/doctor.py": "that of the process, while it tries the way to the learner",
             "sim/simulation.py": "virtual time",
             "engine/vllm/backend.py": "vLLM's client, which is asynchronous, in its own thread",
             "runtime/viewer.py": "that of a viewer's process, which has no node",
@@ -158,8 +158,8 @@ OWNED = (
         "the event loop",
         rooms=("runtime", "net", "sim"),
         others={
-            "cli/node.py": "starts it, and hands it signals and a worker's status line",
-            "cli/doctor.py": "see above",
+            "cli/commands/node.py": "starts it, and hands it signals and a worker's status line",
+            "cli/commands/doctor.py": "see above",
             "engine/vllm/backend.py": "see above",
             "tasks/processes/main.py": "see above",
             "tasks/verifiers.py": "see above",
@@ -179,7 +179,7 @@ OWNED = (
     Owned(
         "ZeroMQ",
         rooms=("runtime", "net"),
-        others={"cli/node.py": "tries addresses, and raises the limit of sockets, before a start"},
+        others={"cli/commands/node.py": "tries addresses, raises the limit of sockets"},
         imports=("zmq", "echo.net.zmq", "echo.net.listener"),
     ),
 )  # fmt: skip
@@ -197,7 +197,7 @@ SEES_WHOLE = ("config/*", "cli/*", "runtime/learner/setup.py", "runtime/worker/s
 # What a relay's process imports, as far as it is written.
 RELAY_ROOTS = (
     "core/*", "wire/*", "weights/*", "leases/*", "roles/*", "net/*", "config/*",
-    "runtime/relay.py", "cli/main.py", "cli/node.py",
+    "runtime/relay.py", "cli/main.py", "cli/commands/node.py",
 )  # fmt: skip
 
 
@@ -565,7 +565,7 @@ def test_a_relay_imports_with_the_base_installation_alone(tree: SourceTree) -> N
 @pytest.mark.slow
 def test_planning_and_simulating_need_no_torch() -> None:
     others = [name for name in NOT_FOR_RELAYS if name not in ("scipy", "matplotlib")]
-    modules = ["echo.cli.plan", "echo.cli.sim", "echo.sim.simulation"]
+    modules = ["echo.cli.commands.plan", "echo.cli.commands.sim", "echo.sim.simulation"]
     assert import_without(others, modules, REPOSITORY) == ""
 
 

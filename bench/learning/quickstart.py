@@ -35,7 +35,7 @@ def make_model(task: str) -> Path:
     """Return the quickstart's warmed-up model, made if it is not there yet."""
     from rich.console import Console
 
-    from echo.cli.quickstart import SmallModel
+    from echo.cli.commands.quickstart import SmallModel
 
     small = SmallModel(task, for_vllm=False)
     small.make(Console(stderr=True))

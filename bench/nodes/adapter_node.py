@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from echo.cli.node import read_run_file, run_learner, run_role
+from echo.cli.commands.node import read_run_file, run_learner, run_role
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
 from echo.engine.engine import UNVERSIONED, Request, Sampling

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench_activation import judge
 
-from echo.cli.node import read_run_file, run_learner, run_role
+from echo.cli.commands.node import read_run_file, run_learner, run_role
 from echo.fleet.activation import Question, ReviewAnswer, choose
 from echo.runtime.learner import setup
 from echo.runtime.learner.costs.activation import ActivationSettings, activation_settings

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from echo.cli.node import read_run_file, run_learner, run_role
+from echo.cli.commands.node import read_run_file, run_learner, run_role
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import (
     UNVERSIONED,

@@ -1,4 +1,4 @@
-"""One module per command.
+"""The command line: the front, the parsers, signals and output; `commands` has the commands.
 
 In a process that was started to run a command, Ctrl-C is handled before any slow import. Such a
 process is recognized by sys.argv[0]. With `python -m` this is "-m" while Python locates the module.

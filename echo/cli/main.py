@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "report": Command("write a report of a run as one HTML file", parsers.report_parser, "learner"),
 }
-"""The commands by name. Function `main` of the module echo.cli.NAME gets the command line after the
+"""The commands by name. `main` of the module echo.cli.commands.NAME gets the command line after the
 name."""
 
 
@@ -113,7 +113,8 @@ def usage() -> str:
 
 def find_command(name: str) -> Callable[[Sequence[str]], int]:
     """Import the module of a command and return its function `main`."""
-    function: Callable[[Sequence[str]], int] = importlib.import_module(f"echo.cli.{name}").main
+    module = importlib.import_module(f"echo.cli.commands.{name}")
+    function: Callable[[Sequence[str]], int] = module.main
     return function
 
 

@@ -201,7 +201,7 @@ def load_or_create(path: Path, num_bytes: int) -> bytes:
 
 
 ECHO_JOIN = "ECHO_JOIN"
-"""Environment variable with the join string, which the command line reads (echo/cli/node.py)."""
+"""Environment variable with the join string, which `echo-rl node` reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.cli.doctor import main
+from echo.cli.commands.doctor import main
 from echo.engine.model import build_model, save_tiny_model
 from echo.records import files
 

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from echo.cli import node as node_module
-from echo.cli.node import check_start, dry_run, main
+from echo.cli.commands import node as node_module
+from echo.cli.commands.node import check_start, dry_run, main
 from echo.config.fields import ROLES, Role
 from echo.config.load import parse_config
 from echo.config.memory.footprint import Footprint

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo.cli.eval import main
+from echo.cli.commands.eval import main
 from echo.config.load import parse_config, save_resolved
 from echo.engine.model import build_model, save_tiny_model
 from echo.records.ledger import Began, Ledger

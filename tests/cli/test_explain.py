@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from echo.cli.explain import main
+from echo.cli.commands.explain import main
 
 
 def explanation(cause: str) -> dict[str, str]:

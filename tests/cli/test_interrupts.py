@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from echo.cli import interrupts, sim
-from echo.cli import node as node_command
-from echo.cli.node import NodeSignals, run_loop, run_node
+from echo.cli import interrupts
+from echo.cli.commands import node as node_command
+from echo.cli.commands import sim
+from echo.cli.commands.node import NodeSignals, run_loop, run_node
 from echo.core.errors import ConfigError
 from echo.runtime.node import Node
 from echo.sim.network import Network, Port

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.cli.ledger import main
+from echo.cli.commands.ledger import main
 from echo.core.records import Granted
 from echo.records.ledger import Began, Ledger
 
@@ -39,7 +39,7 @@ def test_a_directory_without_a_run_is_unusable_data(
 @pytest.mark.slow
 def test_a_program_that_stops_reading_ends_it_quietly(tmp_path: Path) -> None:
     write_run(tmp_path, 5000)
-    code = "import sys; from echo.cli.ledger import main; sys.exit(main())"
+    code = "import sys; from echo.cli.commands.ledger import main; sys.exit(main())"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],

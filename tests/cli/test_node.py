@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import echo.engine.model  # noqa: F401 -- torch, or whichever dry run comes first is charged with it
-from echo.cli import node as node_module
-from echo.cli import quickstart
-from echo.cli.node import configuration_of, main, run_rank, show_status, start_again
+from echo.cli.commands import node as node_module
+from echo.cli.commands import quickstart
+from echo.cli.commands.node import configuration_of, main, run_rank, show_status, start_again
 from echo.cli.output import make_log
 from echo.cli.parsers import node_parser
 from echo.config.load import load_config, save_resolved

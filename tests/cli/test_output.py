@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from echo.cli.node import main
+from echo.cli.commands.node import main
 from echo.cli.output import exit_code, fail, make_log, others_in_log, run_command
 from echo.core.errors import (
     ConfigError,

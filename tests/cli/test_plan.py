@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from echo.cli.commands.plan import _learner_commands, _signed, main, selection_text, to_json
 from echo.cli.parsers import node_parser
-from echo.cli.plan import _learner_commands, _signed, main, selection_text, to_json
 from echo.config.fleet_file import parse_fleet, read_files
 from echo.config.load import load_config, parse_config
 from echo.fleet.hetero import Division, RolloutPlan

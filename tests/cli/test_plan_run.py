@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echo.cli.plan import calibrate, main, read_rates, run_report
+from echo.cli.commands.plan import calibrate, main, read_rates, run_report
 from echo.core.errors import ConfigError, DataError, StorageError
 from tests.config.test_fleet import changed, parsed
 from tests.records.rows import write_ledger

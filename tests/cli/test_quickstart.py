@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from echo.cli import interrupts, parsers, quickstart
-from echo.cli.node import configuration_of
-from echo.cli.parsers import CONFIGS, MODEL_CONFIG, node_parser
-from echo.cli.quickstart import (
+from echo.cli import interrupts, parsers
+from echo.cli.commands import quickstart
+from echo.cli.commands.node import configuration_of
+from echo.cli.commands.quickstart import (
     OWN_ADDRESSES,
     TASKS,
     NodeProcess,
@@ -34,6 +34,7 @@ from echo.cli.quickstart import (
     thread_settings,
     wait_for,
 )
+from echo.cli.parsers import CONFIGS, MODEL_CONFIG, node_parser
 from echo.config.fields import override_of
 from echo.config.load import (
     diff_configs,

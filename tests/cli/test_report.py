@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echo.cli import report
-from echo.cli.report import main
+from echo.cli.commands import report
+from echo.cli.commands.report import main
 from echo.core.rollout import Group
 from echo.engine.model import build_tokenizer
 from echo.records.ledger import Began, Ledger

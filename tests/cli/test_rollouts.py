@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echo.cli.rollouts import main
+from echo.cli.commands.rollouts import main
 from echo.core.reward_parts import PartedReward
 from echo.core.rollout import Group, Rollout
 from echo.engine.model import build_tokenizer
@@ -179,7 +179,7 @@ class Hostile:
 def test_text_of_a_model_reaches_no_terminal_unescaped(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echo.cli.rollouts.load_tokenizer", lambda _: Hostile())
+    monkeypatch.setattr("echo.cli.commands.rollouts.load_tokenizer", lambda _: Hostile())
     assert main([str(run), "--group", "0"]) == 0
     told = capsys.readouterr().out
     assert not {char for char in told if not char.isprintable()} - {"\n"}

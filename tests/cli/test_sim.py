@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from echo.cli.commands.sim import main
 from echo.cli.scenario import load_scenario
-from echo.cli.sim import main
 from echo.config.fleet_file import read_files
 from echo.core.errors import ConfigError
 

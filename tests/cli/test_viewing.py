@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echo.cli import ctl, status, top
+from echo.cli.commands import ctl, status, top
 from echo.core.status import RunState
 from echo.records.run_files import save_status
 from tests.core.test_status import STATUS

@@ -28,7 +28,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTS = (
-    "echo.cli.node",
+    "echo.cli.commands.node",
     "echo.runtime.relay",
     "echo.runtime.worker.setup",
     "tests.e2e.node",

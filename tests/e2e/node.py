@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from echo.cli import interrupts
-from echo.cli.node import main as node
+from echo.cli.commands.node import main as node
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.cli.node import NoticeBoard
+from echo.cli.commands.node import NoticeBoard
 from echo.core.samples import TextSample, spread_over
 from echo.runtime.learner.samples import MAX_CHARACTERS, NEW_CHAIN, SAMPLE_STEPS, SampleLog
 from tests.core.groups import make_group, make_rollout

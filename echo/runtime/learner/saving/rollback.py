@@ -1,8 +1,9 @@
 """Rollback: after a divergence the run is resumed from an earlier checkpoint.
 
 A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
-a RolledBackError. The process then starts again with --resume (`cli/node.py`). So a rollback is a
-resume like any other: a new lineage begins, and the later steps and checkpoints are void.
+a RolledBackError. The process then starts again with --resume (`cli/commands/node.py`). So a
+rollback is a resume like any other: a new lineage begins, and the later steps and checkpoints are
+void.
 """
 
 from __future__ import annotations

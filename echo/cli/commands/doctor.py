@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from echo.cli.node import check_start, find_config_of
+from echo.cli.commands.node import check_start, find_config_of
 from echo.cli.output import print_texts, run_command
 from echo.cli.parsers import doctor_parser
 from echo.config.fields import Role

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from echo.cli import interrupts
+from echo.cli.commands.plan import to_json, write_json
 from echo.cli.output import run_command
 from echo.cli.parsers import sim_parser
-from echo.cli.plan import to_json, write_json
 from echo.cli.scenario import load_scenario
 from echo.config.fleet_file import Override, Source, read_files
 from echo.config.layers import OVERRIDE

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echo.cli import interrupts
-from echo.cli.node import read_run_file, report_finished, show_summary
+from echo.cli.commands.node import read_run_file, report_finished, show_summary
 from echo.cli.output import fail
 from echo.cli.parsers import CONFIGS, MODEL_CONFIG, quickstart_parser
 from echo.config.fields import override_of

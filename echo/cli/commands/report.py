@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echo.cli.commands.rollouts import decoder_of, rollouts_of
 from echo.cli.output import run_command
 from echo.cli.parsers import report_parser
-from echo.cli.rollouts import decoder_of, rollouts_of
 from echo.core.errors import EchoError, StorageError
 from echo.core.samples import spread_over
 from echo.records.files import write_file

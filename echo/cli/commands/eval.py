@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from echo.cli.node import read_run_file
+from echo.cli.commands.node import read_run_file
 from echo.cli.output import make_log, print_texts, run_command
 from echo.cli.parsers import eval_parser
 from echo.config.fields import kind_of, override_of
