@@ -183,6 +183,15 @@ def test_runs_are_compared_by_figures_and_settings(make_run: MakeRun) -> None:
         read_runs([paths[0], paths[0] / ".." / "one"])
 
 
+def test_runs_of_the_same_name_are_told_apart_by_number(make_run: MakeRun) -> None:
+    paths = [make_run("here/run"), make_run("there/run"), make_run("other")]
+    for path in paths[:2]:
+        config = json.loads((path / "config.json").read_text())
+        config["run"]["name"] = "run"
+        (path / "config.json").write_text(json.dumps(config))
+    assert [run.name for run in read_runs(paths)] == ["run (1)", "run (2)", "other"]
+
+
 @pytest.mark.slow
 def test_each_figure_is_drawn_for_one_run_and_for_two(
     run_dir: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch

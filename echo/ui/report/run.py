@@ -11,7 +11,7 @@ import datetime
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -433,4 +433,9 @@ def read_runs(run_dirs: Sequence[Path]) -> list[ReportedRun]:
         if run_dir.resolve() in seen:
             raise DataError(f"{run_dir}: is compared with itself; name other runs after --compare")
         seen.add(run_dir.resolve())
-    return [read_run(run_dir) for run_dir in run_dirs]
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    num_named = Counter(run.name for run in runs)
+    return [
+        replace(run, name=f"{run.name} ({number})") if num_named[run.name] > 1 else run
+        for number, run in enumerate(runs, 1)
+    ]
