@@ -393,7 +393,7 @@ def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
     if not snapshot.waiting_for:
         state = snapshot.activity or "training"
         if snapshot.explanation:
-            state += f"; {clean(snapshot.explanation)}"
+            state += f"; in the last steps: {clean(snapshot.explanation)}"
     wrapped = textwrap.wrap(
         f"idle {idle_shares(snapshot)}   {state}",
         max(width - _LABEL_WIDTH, 20),
