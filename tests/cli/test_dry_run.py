@@ -217,6 +217,7 @@ def test_everything_that_would_stop_the_start_is_told_at_once(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = {
+            "run.dir": tmp_path,
             "model.name": "/nowhere",
             "learner.listen": f"tcp://127.0.0.1:{port}",
             "task.kind": "dataset",
