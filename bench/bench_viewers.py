@@ -35,8 +35,8 @@ from typing import Any
 import harness
 from rich.console import Console
 
-from echo.core.metrics import Counters
-from echo.core.status import (
+from echo.core.monitoring.metrics import Counters
+from echo.core.monitoring.status import (
     CostStatus,
     LinkStatus,
     NodeStatus,

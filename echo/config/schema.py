@@ -47,7 +47,7 @@ from echo.config.fields import (
     kind_of,
 )
 from echo.config.losses import LOSSES, RATIO_UNDER_TOP_K, AnyLoss
-from echo.core.samples import MAX_SAMPLES
+from echo.core.monitoring.samples import MAX_SAMPLES
 from echo.core.units import without_secrets
 
 # --- profiles -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echo.core.errors import DataError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.records import Cancelled, Discarded, Granted, Refused
 from echo.leases.partials import ShippedPartials
 from echo.leases.run import RunState

@@ -29,7 +29,7 @@ from echo.core.bounds import (
     Word,
 )
 from echo.core.errors import RemoteProtocolError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Lineage, PartialRollout, PolicyVersion, StaleTokens, is_surviving
 from echo.core.timers import RecentMap
 from echo.core.token_sets import TokenSets

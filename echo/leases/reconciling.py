@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.leases.book import LeasedWorker
 from echo.leases.grants.finish_times import FinishTimes
 from echo.leases.grants.forecasts import Forecasts

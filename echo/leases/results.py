@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from echo.core.errors import DataError, RemoteProtocolError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.records import Cancelled, Refused
 from echo.core.rollout import Group, find_fault, trim_stale
 from echo.leases.checks import find_group_fault, find_partial_fault

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from echo.core.errors import DataError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.records import Granted
 from echo.core.rollout import PolicyVersion
 from echo.leases.book import LeasedWorker

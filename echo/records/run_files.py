@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from echo.core.errors import DataError, StorageError
-from echo.core.status import RunStatus
+from echo.core.monitoring.status import RunStatus
 from echo.fleet.job import Job
 from echo.records.files import write_file
 from echo.records.ledger import Delivery

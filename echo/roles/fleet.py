@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from echo.core.monitoring.status import LinkStatus, NodeStatus, VersionStatus
 from echo.core.rollout import PolicyVersion
-from echo.core.status import LinkStatus, NodeStatus, VersionStatus
 from echo.fleet.explain import ObservedFleet, ObservedNode
 from echo.leases.scheduler import Scheduler
 from echo.roles.members import Member, Roster

@@ -48,7 +48,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from echo.core.errors import EchoError, ForgedError, RefusedError, RemoteProtocolError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.price import Price
 from echo.core.rollout import Lineage
 from echo.core.units import one_line

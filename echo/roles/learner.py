@@ -51,7 +51,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from echo.core.errors import DataError, ForgedError, LocalProtocolError, RemoteProtocolError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.records import Discarded
 from echo.core.timers import Paced, RecentMap, earliest
 from echo.core.units import one_line

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from echo.core.monitoring.status import NodeStatus
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
-from echo.core.status import NodeStatus
 from echo.core.timers import Deadlines, RecentMap
 from echo.core.units import one_line
 from echo.fleet.explain import ObservedNode

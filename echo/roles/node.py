@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from echo.core.bounds import MAX_NODES, clamped_rate
 from echo.core.errors import ForgedError, RemoteProtocolError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import RecentMap, earliest
 from echo.core.units import one_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.leases.mismatch import Mismatches, Sampled
 from echo.leases.usefulness import Usefulness
 from echo.roles.members import Roster

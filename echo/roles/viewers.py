@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echo.core.errors import RemoteProtocolError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.timers import earliest
 from echo.core.units import one_line
 from echo.wire.actions import Action, HangUp, PeerFaults, Send

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from echo.core.errors import DataError, RefusedError, RemoteProtocolError, TransportError
-from echo.core.status import RunStatus
+from echo.core.monitoring.status import RunStatus
 from echo.net.curve import CurveKeys
 from echo.net.transport import (
     Connected,

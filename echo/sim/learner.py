@@ -23,9 +23,9 @@ from echo.config.schema import (
     SyncSection,
 )
 from echo.core.buffer import StalenessBuffer
+from echo.core.monitoring.samples import TextSample
+from echo.core.monitoring.status import RunStatus
 from echo.core.rollout import Lineage
-from echo.core.samples import TextSample
-from echo.core.status import RunStatus
 from echo.fleet.job import Job
 from echo.leases.book import LeaseBook
 from echo.leases.run import LeaseSettings, RunState

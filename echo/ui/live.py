@@ -19,8 +19,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.errors import ConsoleError, LiveError
 from rich.live import Live
 
-from echo.core.metrics import held_out
-from echo.core.status import RunStatus
+from echo.core.monitoring.metrics import held_out
+from echo.core.monitoring.status import RunStatus
 from echo.core.units import format_duration
 from echo.ui.drawing import InAscii, clean, clock, short_count
 from echo.ui.screen import idle_shares, render_live

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from echo.core.errors import DataError, StorageError
 from echo.core.extras import import_extra
-from echo.core.metrics import held_out
+from echo.core.monitoring.metrics import held_out
 from echo.records.run_files import MetricsHistory, read_config, read_metrics, tokens_by_staleness
 
 if TYPE_CHECKING:

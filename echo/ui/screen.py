@@ -22,8 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from echo.core.metrics import held_out
-from echo.core.status import (
+from echo.core.monitoring.metrics import held_out
+from echo.core.monitoring.status import (
     CostStatus,
     LinkStatus,
     NodeStatus,

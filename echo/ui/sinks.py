@@ -31,7 +31,7 @@ import msgspec
 
 from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import import_extra
-from echo.core.samples import COLUMNS, TextSample, table_of
+from echo.core.monitoring.samples import COLUMNS, TextSample, table_of
 from echo.core.units import one_line
 from echo.ui.prometheus import PrometheusEndpoint, prometheus_client
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from echo.core.errors import DataError
 from echo.core.extras import command
-from echo.core.metrics import held_out
+from echo.core.monitoring.metrics import held_out
 from echo.core.units import format_bytes
 from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics

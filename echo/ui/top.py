@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from rich.console import Group
 from rich.text import Text
 
-from echo.core.status import NodeStatus, RunStatus
+from echo.core.monitoring.status import NodeStatus, RunStatus
 from echo.ui.drawing import clean, fit
 from echo.ui.screen import node_order, node_rows, render_live
 from echo.wire.messages import Act, Operation

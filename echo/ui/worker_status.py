@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from typing import TextIO
 
-from echo.core.metrics import WorkerView
+from echo.core.monitoring.metrics import WorkerView
 
 LOG_S = 60.0
 """Seconds between two lines on the status in the log."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echo.core.errors import EchoError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.timers import OncePerMinute, RecentMap
 from echo.wire.codec import Frame, encode
 from echo.wire.messages import LEARNER_ID, Message

@@ -22,7 +22,7 @@ from echo.cli.output import make_log
 from echo.cli.parsers import node_parser
 from echo.config.load import load_config, save_resolved
 from echo.core.errors import ConfigError
-from echo.core.metrics import WorkerView
+from echo.core.monitoring.metrics import WorkerView
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import with_key, without_key
 from echo.net.zmq import ZmqTransport

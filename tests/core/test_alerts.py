@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from echo.core.alerts import NUM_REWARDS, REPEAT_S, Alert, AlertLimits, AlertRules, RunFacts
+from echo.core.monitoring.alerts import (
+    NUM_REWARDS,
+    REPEAT_S,
+    Alert,
+    AlertLimits,
+    AlertRules,
+    RunFacts,
+)
 
 
 def play(rules: AlertRules, rows: list[dict[str, Any]], *, first: int = 1) -> list[Alert]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.core.scores import Estimate, PromptScores
+from echo.core.monitoring.scores import Estimate, PromptScores
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from echo.core.errors import DataError
-from echo.core.status import (
+from echo.core.monitoring.status import (
     MAX_POINTS,
     CostStatus,
     LinkStatus,

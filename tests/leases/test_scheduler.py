@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import DataError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.records import Cancelled, Discarded, Granted
 from echo.core.rollout import Lineage, PolicyVersion
 from echo.leases.book import LeaseBook, LeasedWorker

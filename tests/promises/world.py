@@ -46,8 +46,8 @@ from echo.core.errors import (
     RefusedError,
     TransportError,
 )
+from echo.core.monitoring.status import RunStatus
 from echo.core.rollout import Group, PolicyVersion
-from echo.core.status import RunStatus
 from echo.engine.engine import (
     UNVERSIONED,
     UNWATCHED,

@@ -19,7 +19,7 @@ from echo.core.bounds import (
     clamped_rate,
 )
 from echo.core.errors import LocalProtocolError, RemoteProtocolError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import PolicyVersion
 from echo.leases.partials import MemberHeader, ShippedPartials
 from echo.leases.results import StoreGroup

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+from echo.core.monitoring.status import LinkStatus, VersionStatus
 from echo.core.rollout import PolicyVersion
-from echo.core.status import LinkStatus, VersionStatus
 from echo.roles.fleet import FleetView
 from echo.roles.members import Member, Presence, Roster
 from echo.wire.messages import Heartbeat, NodeStats

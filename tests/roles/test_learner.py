@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import PartialRollout
 from echo.fleet.explain import describe_wait
 from echo.leases import results

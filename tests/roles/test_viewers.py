@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.roles import viewers as rules
 from echo.roles.viewers import OPERATE, VIEW, MakeStatus, Operate, Viewers
 from echo.wire import messages

@@ -12,8 +12,8 @@ from typing import Any
 
 from echo.config.load import parse_config
 from echo.config.schema import Config
-from echo.core.samples import TextSample
-from echo.core.status import RunStatus
+from echo.core.monitoring.samples import TextSample
+from echo.core.monitoring.status import RunStatus
 from echo.net.transport import TransportOptions
 from echo.runtime.identity import JoinSource
 from echo.runtime.learner.node import LearnerNode

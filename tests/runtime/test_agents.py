@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from echo.core.chains import Tree, predecessors
 from echo.core.errors import EngineError
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import UNWATCHED, Completion, Request, Sampling

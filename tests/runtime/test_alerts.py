@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from echo.config.load import parse_config, resolved
-from echo.core.alerts import Alert
-from echo.core.metrics import Counters
+from echo.core.monitoring.alerts import Alert
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group
 from echo.runtime.learner import alerts as module
 from echo.runtime.learner.alerts import MAX_QUEUED, Alerts, post_json

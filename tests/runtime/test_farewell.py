@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from echo.core.errors import ConfigError
-from echo.core.status import RunStatus
+from echo.core.monitoring.status import RunStatus
 from tests.promises.conftest import MakeWorld
 from tests.promises.world import World
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from echo.algo.diagnostics import GroupStats
-from echo.core.metrics import LearningCurve
+from echo.core.monitoring.metrics import LearningCurve
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine import allocator
 from echo.engine.engine import Completion, Request, Sampling

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from echo.cli.commands.node import NoticeBoard
-from echo.core.samples import TextSample, spread_over
+from echo.core.monitoring.samples import TextSample, spread_over
 from echo.runtime.learner.samples import MAX_CHARACTERS, NEW_CHAIN, SAMPLE_STEPS, SampleLog
 from tests.core.groups import make_group, make_rollout
 from tests.runtime.harness import Play, Run, running

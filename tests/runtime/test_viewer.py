@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from echo.core.errors import ConfigError, RefusedError, TransportError
-from echo.core.metrics import Counters
-from echo.core.status import RunStatus
+from echo.core.monitoring.metrics import Counters
+from echo.core.monitoring.status import RunStatus
 from echo.net.transport import Connected, Disconnected, Received, TransportOptions
 from echo.net.zmq import ZmqTransport
 from echo.roles.viewers import MAX_VIEWERS, OPERATE, VIEW, MakeStatus, Operate, Viewers

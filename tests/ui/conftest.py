@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo.core.status import NodeStatus, RunStatus, StepStatus, VersionStatus
+from echo.core.monitoring.status import NodeStatus, RunStatus, StepStatus, VersionStatus
 from echo.ui.sinks import Metric, MetricsWriter
 from tests.records.rows import write_ledger
 

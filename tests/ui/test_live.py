@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from echo.core.status import CostStatus, RunStatus, StepStatus
+from echo.core.monitoring.status import CostStatus, RunStatus, StepStatus
 from echo.ui.live import LiveView, PlainLog
 from tests.ui.conftest import MakeStatus
 from tests.ui.terminals import Pipe, Terminal, terminal_console

@@ -10,7 +10,13 @@ from rich.console import Console, Group
 from rich.segment import Segment
 from rich.text import Text
 
-from echo.core.status import CostStatus, LinkStatus, NodeStatus, SpeedStatus, VersionStatus
+from echo.core.monitoring.status import (
+    CostStatus,
+    LinkStatus,
+    NodeStatus,
+    SpeedStatus,
+    VersionStatus,
+)
 from echo.ui import screen
 from echo.ui.screen import render_live
 from tests.ui.conftest import MakeStatus

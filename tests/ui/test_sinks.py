@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from echo.core.errors import ConfigError, StorageError
 from echo.core.extras import install_command
-from echo.core.samples import TextSample
+from echo.core.monitoring.samples import TextSample
 from echo.records.run_files import read_metrics
 from echo.ui import sinks
 from echo.ui.sinks import Metric, MetricsWriter, drop_torn_line

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.segment import Segment
 
-from echo.core.status import NodeStatus
+from echo.core.monitoring.status import NodeStatus
 from echo.ui.top import TopScreen
 from echo.wire.messages import Operation
 from tests.ui.conftest import MakeStatus

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from echo.core.metrics import WorkerView
+from echo.core.monitoring.metrics import WorkerView
 from echo.ui.worker_status import StatusLine, WorkerStatus
 from tests.ui.terminals import Pipe, Terminal
 

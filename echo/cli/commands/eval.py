@@ -25,9 +25,9 @@ from echo.config.fields import kind_of, override_of
 from echo.config.load import parse_config
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, DataError
+from echo.core.monitoring.scores import Estimate
 from echo.core.paths import local_path
 from echo.core.rollout import PolicyVersion
-from echo.core.scores import Estimate
 from echo.engine.model import (
     build_shapes,
     load_directory,

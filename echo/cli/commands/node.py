@@ -56,9 +56,9 @@ from echo.core.errors import (
     in_one,
 )
 from echo.core.extras import command, find_config
-from echo.core.metrics import LearningCurve
+from echo.core.monitoring.metrics import LearningCurve
+from echo.core.monitoring.status import RunStatus
 from echo.core.paths import local_path
-from echo.core.status import RunStatus
 from echo.core.units import format_duration
 from echo.engine import allocator, hub
 from echo.net.kernel import raise_descriptor_limit

@@ -16,7 +16,7 @@ from echo.cli.commands.rollouts import decoder_of, rollouts_of
 from echo.cli.output import run_command
 from echo.cli.parsers import report_parser
 from echo.core.errors import EchoError, StorageError
-from echo.core.samples import spread_over
+from echo.core.monitoring.samples import spread_over
 from echo.records.files import write_file
 from echo.records.ledger import read_records, stored_groups
 from echo.ui.report.figures import draw_all

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from echo.cli.output import print_texts, run_command
 from echo.cli.parsers import status_parser
 from echo.core.errors import TransportError
-from echo.core.status import RunStatus
+from echo.core.monitoring.status import RunStatus
 from echo.core.units import format_duration
 from echo.records.run_files import read_status
 from echo.runtime.access import Target, find_run

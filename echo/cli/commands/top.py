@@ -16,7 +16,7 @@ from rich.live import Live
 from echo.cli.output import run_command
 from echo.cli.parsers import top_parser
 from echo.core.errors import ConfigError
-from echo.core.status import RunStatus
+from echo.core.monitoring.status import RunStatus
 from echo.runtime.access import find_run
 from echo.runtime.viewer import operator_name, watch
 from echo.ui.drawing import InAscii

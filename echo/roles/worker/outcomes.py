@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from echo.core.bounds import MAX_PAYLOAD_BYTES
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group, Rollout, StaleTokens
 from echo.core.units import one_line
 from echo.leases.worker.held import (

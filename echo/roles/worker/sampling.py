@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from echo.core.bounds import MAX_LEASES
-from echo.core.metrics import Counters
+from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import PartialRollout, PolicyVersion
 from echo.leases.partials import apply_staleness_policy
 from echo.leases.worker.held import (

@@ -1,4 +1,4 @@
-"""Alerts of a run: raised by the rules of `core/alerts.py`, logged, and sent to the operator.
+"""Alerts of a run: raised by the rules of `core/monitoring`, logged, and sent to the operator.
 
 Every alert is logged, and then queued. A task sends the queued alerts to the operator's command and
 webhook, one at a time and with a time limit. So no step waits for an alert. If the queue is full,
@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from echo.config.schema import AlertsSection
-from echo.core.alerts import DIVERGENCES, Alert, AlertLimits, AlertRules, RunFacts
 from echo.core.errors import DivergedError
+from echo.core.monitoring.alerts import DIVERGENCES, Alert, AlertLimits, AlertRules, RunFacts
 from echo.core.units import one_line
 from echo.roles.learner import Learner
 from echo.runtime.commands import run_shell

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Protocol
 
 from echo.config.schema import RunSection
-from echo.core.samples import TextSample
-from echo.core.status import RunState, RunStatus
+from echo.core.monitoring.samples import TextSample
+from echo.core.monitoring.status import RunState, RunStatus
 from echo.net.transport import Transport
 from echo.roles.learner import Learner
 from echo.runtime.learner.batches.bound import AdaptiveBound

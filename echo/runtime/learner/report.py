@@ -12,9 +12,8 @@ import numpy as np
 
 from echo.algo.diagnostics import GroupStats, LengthBias, Mismatch
 from echo.core.bounds import clamped_rate
-from echo.core.metrics import LearningCurve
-from echo.core.rollout import Group, PolicyVersion
-from echo.core.status import (
+from echo.core.monitoring.metrics import LearningCurve
+from echo.core.monitoring.status import (
     MAX_POINTS,
     CostStatus,
     NodeStatus,
@@ -24,6 +23,7 @@ from echo.core.status import (
     finite,
     thinned,
 )
+from echo.core.rollout import Group, PolicyVersion
 from echo.core.timers import RecentMap
 from echo.leases.mismatch import WINDOW, Sampled
 from echo.roles.learner import Learner

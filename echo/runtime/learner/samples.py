@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from echo.core.chains import Tree
+from echo.core.monitoring.samples import TextSample, spread_over
 from echo.core.rollout import Group, Rollout
-from echo.core.samples import TextSample, spread_over
 from echo.core.units import one_line
 from echo.runtime.learner.follower import Follower
 

@@ -31,7 +31,7 @@ from echo.config.schema import Config
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import command
-from echo.core.metrics import LearningCurve
+from echo.core.monitoring.metrics import LearningCurve
 from echo.core.paths import local_path
 from echo.core.units import format_bytes
 from echo.engine.engine import Engine

@@ -32,7 +32,7 @@ from echo.core.errors import (
     StorageError,
 )
 from echo.core.extras import install_command
-from echo.core.metrics import WorkerView
+from echo.core.monitoring.metrics import WorkerView
 from echo.core.rollout import NO_OPINION, PolicyVersion
 from echo.engine.engine import (
     Completion,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from echo.core.metrics import held_out
+from echo.core.monitoring.metrics import held_out
 from echo.records.run_files import MetricsRow
 from echo.ui.drawing import clean
 from echo.ui.plots import FAINT, new_figure, smoothed, tidy

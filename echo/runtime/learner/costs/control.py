@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from echo.core.status import CostStatus
+from echo.core.monitoring.status import CostStatus
 from echo.fleet.activation import (
     ActivationDecision,
     Question,

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from echo.core.errors import EngineError
-from echo.core.metrics import held_out
+from echo.core.monitoring.metrics import held_out
+from echo.core.monitoring.samples import MAX_SAMPLES, TextSample
+from echo.core.monitoring.scores import PromptScores
 from echo.core.reward_parts import PartedReward, part_means, parts_of
 from echo.core.rollout import PolicyVersion, Rollout
-from echo.core.samples import MAX_SAMPLES, TextSample
-from echo.core.scores import PromptScores
 from echo.core.units import format_duration
 from echo.engine import allocator
 from echo.engine.engine import (
