@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echo.cli.commands import ctl, status, top
-from echo.core.status import RunState
+from echo.core.monitoring.status import RunState
 from echo.records.run_files import save_status
 from tests.core.test_status import STATUS
 
@@ -33,9 +33,16 @@ def run_dir(tmp_path: Path) -> Path:
     ],
 )
 def test_the_saved_status_of_a_run_is_shown_with_its_age(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], state: RunState, shown: str, note: str
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    state: RunState,
+    shown: str,
+    note: str,
 ) -> None:
-    save_status(run_dir, replace(STATUS, state=state, at=time.time() - 120))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    save_status(run_dir, replace(STATUS, state=state, at=now - 120))
     assert status.main([str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert note in out
