@@ -120,7 +120,7 @@ class RowSizes:
         return size if self.window is None else max(length, min(size, self.window))
 
     def number(self, num_rows: int, width: int, *, max_tokens: int) -> int:
-        """Return the number of padded rows for `num_rows` rollouts, rows of padding included."""
+        """Return how many rows `num_rows` rollouts take, empty rows included."""
         filled = 1 << (num_rows - 1).bit_length()
         is_filled = self.fills == "rows" and filled * width <= max_tokens
         return filled if is_filled else num_rows

@@ -825,7 +825,7 @@ def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
 
 
 def kinds_of(config: Config) -> dict[str, str]:
-    """Return the kind of each section that has several kinds, by name."""
+    """Return, for each section that has several kinds, its name and the chosen kind."""
     return {name: kind_of(getattr(config, name)) for name in KINDS}
 
 

@@ -605,7 +605,7 @@ class DeviceDelta:
         return num_bytes + sum(stop - start for start, stop in whole)
 
     def _find(self, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return each changed word's index in its block, int32, and its difference."""
+        """Return the changed words: index in the block (int32), and new minus old value."""
         old, new = self._words(piece)
         per_block = self._block_bytes // piece.word_bytes
         differs = old != new

@@ -152,7 +152,7 @@ class LiveRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """M pairs of a row of hidden states and an id."""
+    """M pairs. Each pair is a row of hidden states and an id to score in that row."""
 
     rows: Tensor
     """[M] int64 in 0..N-1, ascending: the row of each pair."""

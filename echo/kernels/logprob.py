@@ -344,7 +344,7 @@ def linear_set_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return results as `linear_logprob`, with softmax over each row's set.
+    """Like `linear_logprob`, but each row's softmax is over the ids of the row's set.
 
     Args:
         hidden: as for `linear_logprob`.

@@ -17,7 +17,7 @@ nothing, no worker is credited, so none is set aside.
 one worker made nearly all of these groups, it gets no groups until the other workers have delivered
 a batch. So a fast worker cannot end the run between two useful groups of slower workers. If no
 other worker exists, or no other worker could sample for ALONE_S, the groups of this worker suffice.
-Groups of workers that are set aside never count.
+A group never counts if its worker is set aside.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class AcceptedConnections:
                 self._nodes.add(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a connection, after the caller has read all events of connections."""
+        """Close a connection. The caller must have read all events of all connections first."""
         if descriptor in self._whole_bytes:
             _shut_down(descriptor)
 

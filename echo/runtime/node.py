@@ -493,7 +493,7 @@ class DialingNode(Node):
         self.report(Started())
 
     async def recover(self) -> None:
-        """Give the broadcast the run's versions that an earlier process of this node stored."""
+        """Hand over to the broadcast what versions an earlier process of this node stored."""
         version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return

@@ -82,7 +82,7 @@ class ViewerLink:
     def failure(self) -> str:
         """Why no address answers.
 
-        It is "" if an address answers or was not fully tried yet.
+        It is "" if an address answers, and while an address is still being tried.
         """
         if self.is_up or len(self._failures) < len(self._dialled):
             return ""

@@ -172,7 +172,7 @@ class Network:
             weight_scale: number of bytes of a real image that one byte of a simulated image stands
                 for.
             groups: the true sizes of groups; None if the sizes of their messages are used.
-            bulk_bytes: size in bytes from which on a message counts as bulk.
+            bulk_bytes: a message of this size or more, in bytes, counts as bulk.
         """
         self._seed = seed
         self.weight_scale = weight_scale

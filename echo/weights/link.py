@@ -396,7 +396,7 @@ class ParentLink:
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again
 
     def deadline(self, chunk_bytes: int) -> float | None:
-        """Return when the parent will have been silent for too long.
+        """Return the time at which the silence of the parent becomes too long.
 
         None while the node awaits no message, and while a chunk is being written.
         """

@@ -57,7 +57,7 @@ class Offers:
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
-        """Return whether this node has refused an item, and never fetches it again."""
+        """Return whether this node has refused an item. A refused item is never fetched again."""
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:

@@ -338,7 +338,7 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Leave a parent that does not answer; dial again or replace the spare when due."""
+        """Leave each parent that does not answer. When due, dial a parent or replace the spare."""
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S

@@ -260,7 +260,7 @@ class FormSchedule:
         return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
 
     def made(self, item: ItemId, num_bytes: int) -> None:
-        """Note that a form of a version was made, and its size in bytes."""
+        """Record that a form of a version was made, and the size of the form in bytes."""
         version, form = item
         if version != self._newest:
             self._newest = version

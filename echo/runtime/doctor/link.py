@@ -84,7 +84,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The results of a trial of one address; None for those not reached."""
+    """The results of a trial of one address. A result is None if the trial ended before it."""
 
     address: str
     node_id: str | None = None

@@ -111,7 +111,7 @@ class Gradients:
 
         Args:
             models: the policy, whose parameters get the gradient, and the reference.
-            scores: scores micro-batches by the reference, and whole batches by the policy.
+            scores: computes the reference's scores of a micro-batch, and the policy's of a batch.
             speed: counts the micro-batches that go through the policy.
             inv_temperature: 1 / sampling temperature.
         """

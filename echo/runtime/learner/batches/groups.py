@@ -86,7 +86,7 @@ class DeliveredGroups:
     def is_zero_signal(self) -> bool:
         """Whether none of the last `max_zero_signal_groups` groups had anything to learn from.
 
-        Groups of workers that are set aside do not count.
+        A group does not count if its worker is set aside.
         """
         num_groups = self._progress.zero_signal.num_groups - self._role.review.num_discounted
         return num_groups >= self._role.settings.leases.max_zero_signal_groups

@@ -112,7 +112,7 @@ class Publication:
         return replace(self, signed=sign(manifest, key, chunk_key), manifest=manifest)
 
     def tensors(self) -> Weights:
-        """Return the weights, as tensors that are views of the image; blocks like `image`."""
+        """Return the weights as views of the image. Like `image`, this call blocks."""
         from echo.engine.weights import tensors_from_image
 
         return tensors_from_image(self.manifest.tensors, memoryview(self.image).toreadonly())
