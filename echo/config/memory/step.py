@@ -322,9 +322,10 @@ class StepFootprint:
 
         In both passes kernels/torch_kernels.py holds the logits and the states. The forward pass
         also holds the exponentials of the logits. In bfloat16 it also holds one chunk of the head
-        in float32. The backward pass also holds the float32 gradient of the states, and a float32 chunk of the head
-        or of its gradient. In bfloat16 it also holds two 16-bit copies of the logits. On a GPU in
-        bfloat16, kernels/triton_kernels.py needs the same number of bytes in both passes.
+        in float32. The backward pass also holds the float32 gradient of the states, and a float32
+        chunk of the head or of its gradient. In bfloat16 it also holds two 16-bit copies of the
+        logits. On a GPU in bfloat16, kernels/triton_kernels.py needs the same number of bytes in
+        both passes.
         """
         facts, rows = self.facts, self.largest.num_scored
         chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
