@@ -382,8 +382,9 @@ def eval_parser() -> argparse.ArgumentParser:
     """Return the argument parser of `echo-rl eval`."""
     parser = _parser(
         "eval",
-        "Score a model, or a checkpoint of a run, on held-out prompts, on this machine. A run is "
-        "scored on its own task, prompts and sampling; it may be under way.",
+        "Score a model, or a checkpoint of a run, on held-out prompts: on this machine, or on "
+        "workers that join it. A run is scored on its own task, prompts and sampling; it may be "
+        "under way.",
         EXIT_CODES_HELP,
     )
     parser.add_argument(
@@ -402,6 +403,14 @@ def eval_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--prompts", type=int, metavar="N", help="held-out prompts, as eval.num_prompts"
+    )
+    parser.add_argument(
+        "--serve",
+        type=_text,
+        metavar="ADDRESS",
+        help="have workers sample the answers that join at this address, such as "
+        "tcp://0.0.0.0:7700, as they join a run; the join string is in eval/keys/join beside the "
+        "runs",
     )
     _add_set(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

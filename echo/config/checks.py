@@ -309,6 +309,9 @@ def _check_role(config: Config, role: Role | None) -> Iterator[Problem]:
             '"Qwen/Qwen3-0.6B" (--set model.name=...)',
             "model.name",
         )
+    if role == "learner" and config.batch.group_size < 2:
+        # A worker is given groups of one rollout by an evaluation.
+        yield _problem("must be at least 2: the advantage compares rollouts", "batch.group_size")
     if role not in ("worker", "relay"):
         return
     node = config.worker if role == "worker" else config.relay

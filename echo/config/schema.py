@@ -242,8 +242,8 @@ class BatchSection(Section):
     """The number of rollouts on which one optimizer step trains."""
 
     roles = ("learner", "worker")
-    group_size: Inherited[int] = Field(ge=2, le=2**16)
-    """Rollouts per prompt; the advantage compares them with each other, so at least two."""
+    group_size: Inherited[int] = Field(ge=1, le=2**16)
+    """Rollouts per prompt; the advantage compares them, so a learner needs at least two."""
     groups_per_step: int = Field(ge=1)
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
     minibatches_per_step: int = Field(default=1, ge=1)

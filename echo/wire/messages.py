@@ -231,7 +231,7 @@ Counts = Annotated[dict[Word, Count], Meta(max_length=MAX_NAMES)]
 TimeOfDay = Annotated[float, Meta(ge=0, le=1e11)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Version of the protocol; it is raised by every change that older nodes would misunderstand."""
 
 LEARNER_ID = "learner"
@@ -498,6 +498,8 @@ class Lease(Message, frozen=True, tag=False):
     """The oldest version that may sample the group; rollouts of older versions would arrive too
     stale. A worker that has only an older version waits for a while, and then gives the lease back.
     """
+    is_greedy: bool = False
+    """Whether the rollouts take the most likely token each time, as an evaluation demands."""
 
 
 class Grant(Message, frozen=True):

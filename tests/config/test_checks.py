@@ -86,6 +86,11 @@ def test_a_child_needs_an_address(role: str) -> None:
     assert "model.name: the learner needs it" in problems_of(role="learner")
 
 
+def test_only_a_learner_needs_rollouts_to_compare() -> None:
+    assert "must be at least 2" in problems_of(*LEARNS, "batch.group_size=1", role="learner")
+    parse_config({}, ["worker.connect=tcp://a:1", "batch.group_size=1"], "worker")
+
+
 def test_nobody_connects_to_itself() -> None:
     text = problems_of("relay.connect=tcp://127.0.0.1:7701", role="relay")
     assert "tcp://127.0.0.1:7701 is this relay's own address" in text

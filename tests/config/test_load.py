@@ -181,10 +181,10 @@ def test_a_value_is_reported_once_and_no_rule_is_checked_on_it() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("batch.group_size", True, "must be an integer, at least 2"),
-        ("batch.group_size", "8", "must be an integer, at least 2"),
-        ("batch.group_size", 8.0, "must be an integer, at least 2"),
-        ("batch.group_size", None, "must be an integer, at least 2"),
+        ("batch.group_size", True, "must be an integer, at least 1"),
+        ("batch.group_size", "8", "must be an integer, at least 1"),
+        ("batch.group_size", 8.0, "must be an integer, at least 1"),
+        ("batch.group_size", None, "must be an integer, at least 1"),
         ("optimizer.max_grad_norm", math.inf, "inf: must be a number, above 0"),
         ("optimizer.learning_rate", math.nan, "nan: must be a number, above 0"),
     ],
@@ -440,8 +440,8 @@ def test_a_worker_with_only_an_address_takes_all_settings() -> None:
     assert effective.worker.connect == ("tcp://a:1",)
     assert effective.sources["sampling.temperature"] == "learner"
     assert effective.sources["worker.connect"] == "--set"
-    with pytest.raises(ConfigError, match=r"the learner's settings: batch\.group_size = 1"):
-        apply_inherited(worker, {"batch.group_size": 1})
+    with pytest.raises(ConfigError, match=r"the learner's settings: batch\.group_size = 0"):
+        apply_inherited(worker, {"batch.group_size": 0})
 
 
 def test_a_contradiction_names_both_values() -> None:

@@ -72,7 +72,7 @@ def test_accepted(override: str) -> None:
         ("loss.normalize_by_std=1", "must be true or false"),
         ("loss.kind=decoupled_ppo loss.importance_weight=tis", '"sequence_tis", "token_mis"'),
         ("checkpoint.interval_s=0", "must be a duration"),
-        ("batch.group_size=1", "must be an integer, at least 2, at most 65536 (Rollouts per"),
+        ("batch.group_size=0", "must be an integer, at least 1, at most 65536 (Rollouts per"),
         ("model.name=", "must be text, not empty"),
         ("task.options=3", "must be a table"),
         ("engine.kind=sglang", 'one of "transformers", "vllm"'),

@@ -303,6 +303,16 @@ def test_a_batch_is_not_recalled_for_nothing(latecomer: int | None) -> None:
     assert len(paper.sampled) == (1 if latecomer is None else 2)
 
 
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_greedy_groups_have_calls_of_their_own(is_continuous: bool) -> None:
+    paper = Paper(dict.fromkeys(range(3), (2, 2)), is_continuous=is_continuous)
+    paper.grant(make_lease(0), make_lease(1, is_greedy=True), make_lease(2))
+    kinds = {(each.lease.group_id, call.is_greedy) for call in paper.engine for each in call.groups}
+    assert kinds == {(0, False), (1, True), (2, False)}
+    assert len(paper.engine) == (3 if is_continuous else 2)
+    paper.run()
+
+
 def test_an_engine_that_takes_requests_at_any_time_gets_more_than_it_holds() -> None:
     paper = Paper(LENGTHS, groups_per_batch=2, is_continuous=True, over_submission=1.5)
     assert (paper.role.stats().num_places, paper.role.max_groups) == (3, 5), "and two that wait"

@@ -4,6 +4,9 @@ Nothing is trained. The run is only read, so it may still be under way. The prom
 the sampling are those of the run's own evaluations, unless the command line changes them. So a
 checkpoint's scores can be compared with the scores in the run's metrics. Both have the same prompts
 and seeds.
+
+The answers are sampled on this machine, or with `--serve` by workers that join this process as they
+join a run.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from echo.cli.commands.node import read_run_file
+from echo.cli.commands.node import read_run_file, run_loop, run_node
 from echo.cli.output import make_log, print_texts, run_command
 from echo.cli.parsers import eval_parser
 from echo.config.fields import kind_of, override_of
@@ -37,7 +41,7 @@ from echo.engine.model import (
 from echo.engine.weights import round_tensors, torch_dtype
 from echo.records.ledger import has_begun
 from echo.runtime.learner.saving.checkpoint import CheckpointInfo, find_checkpoint
-from echo.runtime.learner.setup import Data, build_evaluator, load_data
+from echo.runtime.learner.setup import Data, build_evaluation, build_evaluator, load_data
 from echo.runtime.learner.versions.evaluation import EvalResult
 from echo.runtime.worker.setup import import_engine, make_demand, make_engine
 from echo.train.saved_state import load_weights
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from echo.engine.weights import Weights
+    from echo.runtime.learner.evaluation_node import EvaluationNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class EvalTarget:
     """The settings of the evaluation; their section `sampling` says how answers are sampled."""
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and metadata of the checkpoint; None for the weights of the model itself."""
+    runs_dir: Path
+    """Directory that holds the runs."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -89,11 +96,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Namespace, console: Console) -> int:
     target = find_target(arguments)
-    log = make_log("eval", to_file=None, to_terminal=not arguments.json)
-    log.setLevel(logging.WARNING)
-    result = score_target(target, log=log)
+    is_served = arguments.serve is not None
+    log = make_log("eval", to_file=None, to_terminal=is_served or not arguments.json)
+    if is_served:
+        code, found = serve_target(target, log=log)
+        if found is None:
+            return code
+        result, engine = found
+    else:
+        log.setLevel(logging.WARNING)
+        result, engine = score_target(target, log=log), kind_of(target.config.engine)
     if arguments.json:
-        print_texts([msgspec.json.encode(score_report(target, result)).decode()])
+        report = score_report(target, result, engine=engine)
+        print_texts([msgspec.json.encode(report).decode()])
     else:
         for line in score_lines(target, result):
             console.print(line)
@@ -127,13 +142,14 @@ def find_target(arguments: Namespace) -> EvalTarget:
             )
         else:
             config = parse_config({}, overrides, "learner", source="this command")
-        return EvalTarget(name, _sampled_as_evaluated(config), None)
+        return EvalTarget(name, _as_evaluated(config, arguments), None, local_path(config.run.dir))
     if arguments.config is not None:
         raise ConfigError(f"--config has no use with the run {name}, which has its own settings")
     config = read_run_file(run_dir / "config.json", overrides, "learner")
     checkpoint = find_checkpoint(run_dir / "checkpoints", which)
     step = 0 if checkpoint is None else checkpoint[1].step
-    return EvalTarget(f"{name}, step {step}", _sampled_as_evaluated(config), checkpoint)
+    label = f"{name}, step {step}"
+    return EvalTarget(label, _as_evaluated(config, arguments), checkpoint, run_dir.parent)
 
 
 def _overrides(arguments: Namespace) -> list[str]:
@@ -144,12 +160,20 @@ def _overrides(arguments: Namespace) -> list[str]:
         found.append(f"eval.num_samples={arguments.samples}")
     if arguments.prompts is not None:
         found.append(f"eval.num_prompts={arguments.prompts}")
+    if arguments.serve is not None:
+        found.append(override_of("learner.listen", arguments.serve))
     return [*found, *arguments.set]
 
 
-def _sampled_as_evaluated(config: Config) -> Config:
-    """Return the settings with the evaluation's sampling, for which memory is planned too."""
-    return config.model_copy(update={"sampling": config.evaluation_sampling})
+def _as_evaluated(config: Config, arguments: Namespace) -> Config:
+    """Return the settings with the evaluation's sampling, for which memory is planned too.
+
+    The address that a run advertises leads to the run's own learner, so it is left out.
+    """
+    changed: dict[str, Any] = {"sampling": config.evaluation_sampling}
+    if not any(text.startswith("learner.advertise=") for text in arguments.set):
+        changed["learner"] = config.learner.model_copy(update={"advertise": None})
+    return config.model_copy(update=changed)
 
 
 def score_target(target: EvalTarget, *, log: logging.Logger) -> EvalResult:
@@ -174,6 +198,35 @@ def score_target(target: EvalTarget, *, log: logging.Logger) -> EvalResult:
     finally:
         if engine is not None:
             engine.close()
+        data.host.close()
+        data.prompts.close()
+
+
+def serve_target(
+    target: EvalTarget, *, log: logging.Logger
+) -> tuple[int, tuple[EvalResult, str] | None]:
+    """Have workers sample the answers; return the exit code, and the scores if all are answered.
+
+    The second value has the scores, and the kinds of the workers' engines.
+    """
+    config = target.config
+    data = load_data(config)
+    nodes: list[EvaluationNode] = []
+
+    async def serve() -> str:
+        directory = target.runs_dir / "eval"
+        weights = partial(target.weights, data)
+        node = await build_evaluation(config, data, weights, directory, log=log)
+        nodes.append(node)
+        return await run_node(node)
+
+    try:
+        code = run_loop(serve(), log)
+        if code:
+            return code, None
+        [node] = nodes
+        return code, (node.result(target.version), ", ".join(sorted(node.engines)))
+    finally:
         data.host.close()
         data.prompts.close()
 
@@ -207,8 +260,8 @@ def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
     return lines
 
 
-def score_report(target: EvalTarget, result: EvalResult) -> dict[str, Any]:
-    """Return the scores as an object of JSON."""
+def score_report(target: EvalTarget, result: EvalResult, *, engine: str) -> dict[str, Any]:
+    """Return the scores as an object of JSON; `engine` is what sampled the answers."""
     config, scores = target.config, result.scores
     return {
         "target": target.name,
@@ -216,7 +269,7 @@ def score_report(target: EvalTarget, result: EvalResult) -> dict[str, Any]:
         "task": _task_name(config),
         "num_prompts": len(scores.by_prompt),
         "num_samples": scores.num_samples,
-        "engine": kind_of(config.engine),
+        "engine": engine,
         "sampling": config.sampling.model_dump(),
         "mean": _interval(scores.mean),
         "pass@k": {str(k): _interval(scores.pass_at(k)) for k in scores.ks}

@@ -61,7 +61,8 @@ class EngineCall:
     """
 
     groups: list[PartialGroup]
-    """The sampled groups, each with at least one unfinished member."""
+    """The sampled groups, each with at least one unfinished member. All are greedy, or none.
+    """
     num_awaited: int
     """If other groups wait, the call is recalled once this number of its groups are whole."""
     ends_at: float
@@ -77,6 +78,11 @@ class EngineCall:
     """Whether the engine was asked to return the call soon, with the tokens so far."""
     seen_tokens: int = 0
     seen_signs: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the call takes the most likely token each time."""
+        return self.groups[0].lease.is_greedy
 
     def on_tokens(self, number: int) -> None:
         """Count `number` sampled tokens; called in the sampler's thread."""
@@ -332,9 +338,11 @@ class EngineCalls:
             else:
                 groups.append(group)
         size = 1 if engine.is_continuous else max(1, len(groups))
-        for start in range(0, len(groups), size):
-            self._calls.append(self._make_call(groups[start : start + size], learner, now))
-            decisions.append(Sample(self._calls[-1]))
+        for is_greedy in (False, True):
+            alike = [group for group in groups if group.lease.is_greedy == is_greedy]
+            for start in range(0, len(alike), size):
+                self._calls.append(self._make_call(alike[start : start + size], learner, now))
+                decisions.append(Sample(self._calls[-1]))
         return decisions
 
     def _make_call(

@@ -6,12 +6,14 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, needs_of
@@ -27,12 +29,13 @@ from echo.config.memory.budget import (
     read_machine,
 )
 from echo.config.memory.models import find_model, read_model_facts
-from echo.config.schema import Config
+from echo.config.schema import AgentSection, Config, RolloutSection
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import ConfigError, DataError
 from echo.core.extras import command
 from echo.core.monitoring.metrics import LearningCurve
 from echo.core.paths import local_path
+from echo.core.rollout import Lineage
 from echo.core.units import format_bytes
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
@@ -78,6 +81,7 @@ from echo.runtime.identity import (
     join_address,
     load_or_create_identity,
     load_or_create_keys,
+    load_or_create_signing_key,
     write_join,
 )
 from echo.runtime.learner.batches.prompts import (
@@ -88,19 +92,20 @@ from echo.runtime.learner.batches.prompts import (
 )
 from echo.runtime.learner.batches.rewards import LearnerRewards
 from echo.runtime.learner.costs.activation import activation_settings
+from echo.runtime.learner.evaluation_node import VERSION, EvaluationNode, HeldoutGroups
 from echo.runtime.learner.follower import Follower
 from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.samples import Decode, SampleLog
 from echo.runtime.learner.saving.checkpoint import Checkpoints
 from echo.runtime.learner.saving.resume import SavedRun, StartingPoint
-from echo.runtime.learner.versions.evaluation import Evaluator
+from echo.runtime.learner.versions.evaluation import Evaluator, heldout_openings
 from echo.runtime.learner.versions.publish import Images, Publication, Publisher, make_images
 from echo.runtime.threads import Threads
 from echo.tasks import tokenization
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import ExampleCall, TaskHost
-from echo.tasks.task import Task, code_digest, load_task, task_digests
+from echo.tasks.task import Example, Task, code_digest, load_task, task_digests
 from echo.train.attribution import Attribution, RoundTrip, make_attribution, make_rescoring
 from echo.train.batch import AdvantageSettings
 from echo.train.custom_loss import load_loss
@@ -118,6 +123,9 @@ from echo.train.ranks.sharding import Ranks
 from echo.train.trainer import Trainer
 from echo.weights.topology.sites import Site
 from echo.wire.messages import LEARNER_ID
+
+if TYPE_CHECKING:
+    from echo.engine.weights import Weights
 
 _log = logging.getLogger(__name__)
 
@@ -771,49 +779,23 @@ class RunParts:
                 start.ends[group.group_id] = reason
         return buffer
 
-    def _base_settings(self, *, is_resumed: bool) -> dict[str, Any]:
-        """Return how workers find an adapter's base model; empty without LoRA."""
-        config, lora = self.config, self.data.lora
-        if lora is None:
-            return {}
-        init_from, run_dir = config.learner.init_from, config.run_dir
-        return base_settings(config.model, lora, init_from, run_dir, is_resumed=is_resumed)
-
     def _role(
         self, start: StartingPoint, buffer: StalenessBuffer, prompts: PromptsAhead, now: float
     ) -> Learner:
-        config, data, network = self.config, self.data, self.config.network
-        leases, tree = LeaseBook(timeout_s=network.lease_timeout_s), max_tree_tokens(config)
+        network = self.config.network
+        leases = LeaseBook(timeout_s=network.lease_timeout_s)
         start.enter_leases(leases, now=now)
+        settings = learner_settings(
+            self.config,
+            self.data,
+            self.identity,
+            self.advertise,
+            run_dir=self.config.run_dir,
+            expected=expected_rollouts(self.config, self.data.prompts),
+            is_resumed=len(start.lineages) > 1,
+        )
         return Learner(
-            LearnerSettings(
-                admission=AdmissionSettings(
-                    run_id=self.identity.run_id,
-                    key=self.identity.key,
-                    seal_keys=wiring.new_seal_keys(),
-                    settings=inherited_settings(config)
-                    | self._base_settings(is_resumed=len(start.lineages) > 1)
-                    | code_settings(config.task, config.reward)
-                    | {LIKELY_IDS: needs_of(build_loss(config)).likely_ids}
-                    | ({} if tree is None else {MAX_TREE_TOKENS: tree})
-                    | {EXPECTED: expected_rollouts(config, data.prompts)},
-                    assets=data.read_assets(),
-                    digests=data.digests,
-                    heartbeat_s=network.heartbeat_s,
-                    dead_after_s=network.dead_after_s,
-                    epoch=time.time() - now,
-                ),
-                leases=lease_settings(config, vocab_size=data.vocab_size),
-                site=Site(
-                    LEARNER_ID,
-                    "learner",
-                    self.advertise,
-                    region=network.region,
-                    price_per_gb=network.price_per_gb,
-                ),
-                chunk_bytes=network.chunk_bytes,
-                uplinks=start.uplinks,
-            ),
+            replace(settings, uplinks=start.uplinks),
             RunState(
                 leases=leases,
                 lineages=start.lineages,
@@ -826,6 +808,64 @@ class RunParts:
             buffer=buffer,
             prompts=prompts,
         )
+
+
+def learner_settings(
+    config: Config,
+    data: Data,
+    identity: Identity,
+    advertise: str,
+    *,
+    run_dir: Path,
+    expected: Mapping[str, int],
+    is_resumed: bool = False,
+) -> LearnerSettings:
+    """Return the settings of the learner's role.
+
+    Args:
+        config: the configuration, with the settings that workers inherit.
+        data: the task, tokenizer and model.
+        identity: the id and the signing key.
+        advertise: address at which nodes reach the learner; "" if none is known.
+        run_dir: directory that records which base an adapter is trained on.
+        expected: the number and length of rollouts, for workers to plan memory.
+        is_resumed: whether the base was recorded before.
+
+    Raises:
+        DataError: if an adapter's base is missing or was changed, or a file is too large to send.
+    """
+    network, tree, base = config.network, max_tree_tokens(config), {}
+    if data.lora is not None:
+        base = base_settings(
+            config.model, data.lora, config.learner.init_from, run_dir, is_resumed=is_resumed
+        )
+    return LearnerSettings(
+        admission=AdmissionSettings(
+            run_id=identity.run_id,
+            key=identity.key,
+            seal_keys=wiring.new_seal_keys(),
+            settings=inherited_settings(config)
+            | base
+            | code_settings(config.task, config.reward)
+            | {LIKELY_IDS: needs_of(build_loss(config)).likely_ids}
+            | ({} if tree is None else {MAX_TREE_TOKENS: tree})
+            | {EXPECTED: dict(expected)},
+            assets=data.read_assets(),
+            digests=data.digests,
+            heartbeat_s=network.heartbeat_s,
+            dead_after_s=network.dead_after_s,
+            epoch=time.time() - asyncio.get_running_loop().time(),
+        ),
+        leases=lease_settings(config, vocab_size=data.vocab_size),
+        site=Site(
+            LEARNER_ID,
+            "learner",
+            advertise,
+            region=network.region,
+            price_per_gb=network.price_per_gb,
+        ),
+        chunk_bytes=network.chunk_bytes,
+    )
 
 
 def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
@@ -864,7 +904,9 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
     wiring.warn_of_kernel(config.learner.listen, profile=config.profile, log=log)
     try:
         if keys is not None:
-            invite(config, keys, secret, transport, log=log)
+            advertise = config.learner.advertise
+            address = invite(config.run_dir, keys, secret, transport, advertise=advertise, log=log)
+            write_access(config.run_dir, address, keys)
         node = assemble_learner(config, data, transport, options)
         if data.text.now is not None:
             note_origin(
@@ -883,25 +925,30 @@ async def build_learner(config: Config, options: Options) -> LearnerNode:
 
 
 def invite(
-    config: Config, keys: CurveKeys, secret: bytes, transport: Transport, *, log: logging.Logger
-) -> None:
-    """Write the run's join string and the keys of viewers to files.
+    run_dir: Path,
+    keys: CurveKeys,
+    secret: bytes,
+    transport: Transport,
+    *,
+    advertise: str | None,
+    log: logging.Logger,
+) -> str:
+    """Write the join string into `run_dir`; return the address at which nodes reach the learner.
 
-    The join string and the keys are secret, but others may read the log. So the log gets only the
-    path of the join string.
+    The join string is secret, and others may read the log. So only the path of its file is logged.
 
     Raises:
         StorageError: if the file cannot be written.
     """
-    address = join_address(str(transport.listen_address), config.learner.advertise)
-    write_join(config.run_dir, address, keys, secret)
-    write_access(config.run_dir, address, keys)
+    address = join_address(str(transport.listen_address), advertise)
+    write_join(run_dir, address, keys, secret)
     log.info(
         "%s join with the line in %s: ECHO_JOIN=THAT_LINE %s --role worker",
         "others on this machine" if is_loopback(address) else "others",
-        config.run_dir / "keys" / "join",
+        run_dir / "keys" / "join",
         command("node", elsewhere=True),
     )
+    return address
 
 
 def assemble_learner(
@@ -983,9 +1030,31 @@ def build_evaluator(
     section = config.eval
     if not section.interval_steps:
         return None
-    found = data.prompts.heldout(section.num_prompts)
-    sampling = config.evaluation_sampling
-    max_tokens = context_window(data.model_dir) - sampling.max_completion_tokens
+    prompts = heldout_prompts(config, data, log=log)
+    if engine is None:
+        engine = evaluation_engine(config, data, budget, rank_group)
+    return Evaluator(
+        engine,
+        data.host,
+        prompts=prompts,
+        text=data.text,
+        sampling=make_sampling(config.evaluation_sampling, data.text),
+        num_samples=section.num_samples,
+        runner=make_runner(turns_of(config.task, data.task), data.host, engine, data.text),
+    )
+
+
+def heldout_prompts(
+    config: Config, data: Data, *, log: logging.Logger
+) -> list[tuple[Example, list[int]]]:
+    """Return the held-out prompts that the model can take: pairs of an example and its token ids.
+
+    Raises:
+        DataError: if there is none.
+    """
+    found = data.prompts.heldout(config.eval.num_prompts)
+    max_new = config.evaluation_sampling.max_completion_tokens
+    max_tokens = context_window(data.model_dir) - max_new
     prompts = [(example, ids) for example, ids in found if len(ids) <= max_tokens]
     if len(prompts) < len(found):
         log.warning(
@@ -997,16 +1066,117 @@ def build_evaluator(
             f"the task {config.task.kind} has no held-out prompt of at most {max_tokens} tokens to "
             "evaluate on; give it some, or set eval.interval_steps=0"
         )
-    if engine is None:
-        engine = evaluation_engine(config, data, budget, rank_group)
-    return Evaluator(
-        engine,
-        data.host,
-        prompts=prompts,
+    return prompts
+
+
+def spread_settings(config: Config, num_answers: int) -> Config:
+    """Return the settings of an evaluation by workers: a group of one rollout for each answer.
+
+    All groups form one batch. No rollout is continued by another worker, since its seed would then
+    be another.
+    """
+    return config.model_copy(
+        update={
+            "agent": AgentSection(),
+            "batch": config.batch.model_copy(
+                update={"group_size": 1, "groups_per_step": num_answers}
+            ),
+            "rollout": RolloutSection(partial_ship_s=None),
+            "sampling": config.evaluation_sampling,
+            "sync": config.sync.model_copy(update={"eager": True}),
+        }
+    )
+
+
+async def build_evaluation(
+    config: Config,
+    data: Data,
+    weights: Callable[[], Weights],
+    directory: Path,
+    *,
+    log: logging.Logger,
+) -> EvaluationNode:
+    """Return the node of an evaluation by workers, ready to run; it already listens.
+
+    Args:
+        config: the settings, with `learner.listen`.
+        data: the task, tokenizer and model.
+        weights: function, slow: returns the weights to evaluate, by name.
+        directory: gets the keys and the join string. If it has them, they stay as they are.
+        log: the log of the node.
+
+    Raises:
+        EchoError: if the evaluation cannot start; the message is for the user.
+    """
+    listen, advertise = config.learner.listen, config.learner.advertise
+    keys, secret = load_or_create_keys(directory) if config.security.curve else (None, b"")
+    transport = await wiring.start_transport(config.network, listen, keys, listens_later=True)
+    wiring.warn_of_kernel(listen, profile=config.profile, log=log)
+    try:
+        if keys is not None:
+            invite(directory, keys, secret, transport, advertise=advertise, log=log)
+        node = assemble_evaluation(config, data, transport, weights, directory, log=log)
+        transport.listen()
+    except BaseException:
+        await transport.close()
+        raise
+    return node
+
+
+def assemble_evaluation(
+    config: Config,
+    data: Data,
+    transport: Transport,
+    weights: Callable[[], Weights],
+    directory: Path,
+    *,
+    log: logging.Logger,
+) -> EvaluationNode:
+    """Return the node of an evaluation on a started transport; raises as `build_evaluation`."""
+    network, num_samples = config.network, config.eval.num_samples
+    prompts = heldout_prompts(config, data, log=log)
+    groups = HeldoutGroups(data.prompts, heldout_openings(prompts, num_samples))
+    config = spread_settings(config, groups.num_groups)
+    # The id is new, since a worker may still have the version of an earlier evaluation.
+    run_id = f"{directory.name}-{secrets.token_hex(4)}"
+    identity = Identity(run_id, load_or_create_signing_key(directory))
+    advertise = wiring.advertised(transport.listen_address, config.learner.advertise) or ""
+    longest = max(len(ids) for _, ids in prompts)
+    role = Learner(
+        learner_settings(
+            config,
+            data,
+            identity,
+            advertise,
+            run_dir=directory,
+            expected={"rollouts": groups.num_groups, "prompt_tokens": longest},
+        ),
+        RunState(
+            leases=LeaseBook(timeout_s=network.lease_timeout_s),
+            lineages=(Lineage(VERSION.lineage, VERSION.step),),
+        ),
+        broadcast=wiring.make_broadcast(LEARNER_ID, network, keep_versions=1),
+        buffer=groups,
+        prompts=groups,
+    )
+    model = None if data.lora is not None else build_shapes(data.model_dir)
+    images = make_images(config.model.dtype, network, unrounded_names(model), fits_on_gpu=False)
+    return EvaluationNode(
+        role,
+        transport,
+        groups,
+        Publisher(
+            identity,
+            encrypts=config.security.curve,
+            chunk_bytes=network.chunk_bytes,
+            images=images,
+        ),
+        weights=weights,
+        host=data.host if config.reward.where == "learner" else None,
         text=data.text,
-        sampling=make_sampling(sampling, data.text),
-        num_samples=section.num_samples,
-        runner=make_runner(turns_of(config.task, data.task), data.host, engine, data.text),
+        codec=network.codec,
+        reconnect_for_s=network.reconnect_for_s,
+        log=log,
     )
 
 

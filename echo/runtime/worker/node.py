@@ -18,7 +18,7 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -426,8 +426,9 @@ class WorkerNode(DialingNode):
             if not member.is_finished
         }
         requests = [_request(name, *place) for name, place in members.items()]
+        sampling = replace(parts.sampling, greedy=call.is_greedy)
         generated = self._sample_pool.run(
-            lambda: parts.engine.generate(requests, parts.sampling, watcher, version=call.version)
+            lambda: parts.engine.generate(requests, sampling, watcher, version=call.version)
         )
         generated.add_done_callback(lambda _: watcher.ended.put_nowait(None))
 
@@ -470,11 +471,12 @@ class WorkerNode(DialingNode):
         assert parts.runner is not None
         runner, leases = parts.runner, [group.lease for group in call.groups]
         openings = openings_of(leases, group_size=parts.group_size)
+        sampling = replace(parts.sampling, greedy=call.is_greedy)
         try:
             results = await self._sample_pool.run(
                 lambda: runner.play(
                     openings,
-                    parts.sampling,
+                    sampling,
                     EpisodeWatcher(self, call),
                     version=call.version,
                 )

@@ -327,8 +327,19 @@ class PromptSource:
             DataError: if the task has no such example, or if the example cannot be turned into
                 tokens or sent to a worker; the message names the example.
         """
-        example = whole = self._example(self._index(group_id), "train")
-        prompt_ids = tuple(self._encode_named(example))
+        example = self._example(self._index(group_id), "train")
+        prompt_ids = self._encode_named(example)
+        return self.prompt_of(example, prompt_ids, group_id, seed=self._seed_of(group_id, 0))
+
+    def prompt_of(
+        self, example: Example, prompt_ids: Sequence[int], group_id: int, *, seed: int
+    ) -> Prompt:
+        """Return an example's prompt, whose lease has this group id and seed.
+
+        Raises:
+            DataError: if the example cannot be sent to a worker; the message names the example.
+        """
+        whole = example
         if self._hides_answers:
             # The example's source is left out, too: its name may give the answer away.
             example = Example(index=example.index, split=example.split, prompt="")
@@ -336,8 +347,8 @@ class PromptSource:
             lease = Lease(
                 group_id=group_id,
                 attempt=0,
-                seed=self._seed_of(group_id, 0),
-                prompt_ids=prompt_ids,
+                seed=seed,
+                prompt_ids=tuple(prompt_ids),
                 example=asdict(example),
             )
             num_bytes = len(msgspec.msgpack.encode(lease))

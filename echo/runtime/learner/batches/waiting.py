@@ -39,9 +39,12 @@ class BatchWait:
         *,
         address: str,
         reconnect_for_s: float,
+        remedy: str = "start workers and go on with --resume",
         log: logging.Logger,
     ) -> None:
+        """Wait for workers at `address`; `remedy` is what to do after a wait in vain."""
         self._role = role
+        self._remedy = remedy
         self._address = address
         self._reconnect_for_s = reconnect_for_s
         self._log = log
@@ -95,9 +98,9 @@ class BatchWait:
             limit_s, since = max(limit_s, FIRST_WORKER_S), "since this learner began to wait"
         if alone_s >= limit_s:
             raise TransportError(
-                f"no worker at {self._address} for {format_duration(alone_s)}, {since}; start "
-                "workers and go on with --resume (network.reconnect_for_s sets how long to wait "
-                "for workers that are gone)"
+                f"no worker at {self._address} for {format_duration(alone_s)}, {since}; "
+                f"{self._remedy} (network.reconnect_for_s sets how long to wait for workers that "
+                "are gone)"
             )
         if now >= self._warned_at + WARN_S:
             self._warned_at = now

@@ -59,6 +59,10 @@ difference between the seeds of an episode's turns.
 """
 
 
+MAX_SEED = 1 << 62
+"""Seeds are below this number, as those of leases are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """The scores of one version on the held-out prompts."""
@@ -158,6 +162,84 @@ class Answer:
     reward: float | RewardError | None
     """A number, the error of a reward that failed, or None if the task has no opinion."""
 
+    @classmethod
+    def of(cls, rollout: Rollout, text: TextCodec) -> Answer:
+        """Return a rollout that was scored, as an answer."""
+        completion = text.decode(rollout.token_ids.tolist())
+        if math.isnan(rollout.reward):
+            return cls(completion, None)
+        parts = rollout.reward_parts
+        return cls(completion, PartedReward(parts) if parts else rollout.reward)
+
+
+Answers = Sequence[Sequence[Answer]]
+"""The answers to each prompt, in the order of the prompts."""
+
+
+def heldout_openings(
+    prompts: Sequence[tuple[Example, Sequence[int]]], num_samples: int
+) -> list[Opening]:
+    """Return the opening of each held-out prompt, with the seeds of its `num_samples` answers.
+
+    The seeds depend on nothing else, so every evaluation draws with the same seeds.
+    """
+    return [
+        Opening(
+            name=f"eval.{index}",
+            prompt_ids=np.array(token_ids, dtype=np.int32),
+            example=example,
+            seeds=[
+                (FIRST_SEED + index + sample * SAMPLE_STRIDE) % MAX_SEED
+                for sample in range(num_samples)
+            ],
+        )
+        for index, (example, token_ids) in enumerate(prompts)
+    ]
+
+
+def result_of(
+    version: PolicyVersion,
+    openings: Sequence[Opening],
+    sampled: Answers,
+    greedy: Answers,
+    text: TextCodec,
+) -> EvalResult:
+    """Return the scores of the answers to all prompts: sampled ones, and a greedy one to each."""
+    rewards = [answer.reward for prompt in (*sampled, *greedy) for answer in prompt]
+    errors = [reward for reward in rewards if isinstance(reward, RewardError)]
+    return EvalResult(
+        version=version,
+        scores=_scores_of(sampled),
+        greedy_scores=_scores_of(greedy),
+        num_rewards=len(rewards),
+        num_reward_errors=len(errors),
+        num_unscored=sum(reward is None for reward in rewards),
+        error=str(errors[-1]) if errors else "",
+        samples=[
+            TextSample(
+                kind="eval",
+                prompt=text.decode(opening.prompt_ids.tolist()),
+                completion=first.text,
+                reward=float(first.reward) if isinstance(first.reward, float | int) else math.nan,
+                source=str(version),
+            )
+            for opening, [first, *_] in zip(openings[:MAX_SAMPLES], sampled, strict=False)
+        ],
+    )
+
+
+def _scores_of(answers: Answers) -> PromptScores:
+    """Return the rewards of all answers; a failed reward is 0, and one without opinion left out."""
+    by_prompt = tuple(
+        tuple(
+            0.0 if isinstance(answer.reward, RewardError) else answer.reward
+            for answer in prompt
+            if answer.reward is not None
+        )
+        for prompt in answers
+    )
+    return PromptScores(by_prompt, len(answers[0]))
+
 
 class Evaluator:
     """Computes the mean rewards of versions on a fixed set of held-out prompts."""
@@ -180,18 +262,7 @@ class Evaluator:
         """
         self._engine = engine
         self._host = host
-        self._openings = [
-            Opening(
-                name=f"eval.{index}",
-                prompt_ids=np.array(token_ids, dtype=np.int32),
-                example=example,
-                seeds=[
-                    (FIRST_SEED + index + sample * SAMPLE_STRIDE) & (2**63 - 1)
-                    for sample in range(num_samples)
-                ],
-            )
-            for index, (example, token_ids) in enumerate(prompts)
-        ]
+        self._openings = heldout_openings(prompts, num_samples)
         self._text = text
         self._sampling = sampling
         self._runner = runner
@@ -215,55 +286,15 @@ class Evaluator:
         self, version: PolicyVersion, tensors: Weights, watcher: Watcher
     ) -> EvalResult | None:
         self._engine.load(tensors)
-        found: list[PromptScores] = []
-        errors: list[RewardError] = []
-        samples: list[TextSample] = []
-        num_rewards = num_unscored = 0
-        for is_greedy in (False, True):
-            sampling = replace(self._sampling, greedy=is_greedy)
-            # A greedy answer does not depend on the seed.
-            openings = [
-                replace(each, seeds=each.seeds[:1]) if is_greedy else each
-                for each in self._openings
-            ]
-            answers = self._answer(openings, sampling, watcher)
-            if answers is None:
-                return None
-            samples = samples or [*map(self._sample, openings[:MAX_SAMPLES], answers)]
-            rewards = [[answer.reward for answer in prompt] for prompt in answers]
-            every = [reward for prompt in rewards for reward in prompt]
-            num_rewards += len(every)
-            num_unscored += sum(reward is None for reward in every)
-            errors += [reward for reward in every if isinstance(reward, RewardError)]
-            by_prompt = tuple(
-                tuple(
-                    0.0 if isinstance(reward, RewardError) else reward
-                    for reward in prompt
-                    if reward is not None
-                )
-                for prompt in rewards
-            )
-            found.append(PromptScores(by_prompt, len(openings[0].seeds)))
-        return EvalResult(
-            version=version,
-            scores=found[0],
-            greedy_scores=found[1],
-            num_rewards=num_rewards,
-            num_reward_errors=len(errors),
-            num_unscored=num_unscored,
-            error=str(errors[-1]) if errors else "",
-            samples=[replace(sample, source=str(version)) for sample in samples],
-        )
-
-    def _sample(self, opening: Opening, answers: Sequence[Answer]) -> TextSample:
-        [answer, *_] = answers
-        return TextSample(
-            kind="eval",
-            prompt=self._text.decode(opening.prompt_ids.tolist()),
-            completion=answer.text,
-            reward=float(answer.reward) if isinstance(answer.reward, float | int) else math.nan,
-            source="",
-        )
+        sampled = self._answer(self._openings, self._sampling, watcher)
+        if sampled is None:
+            return None
+        # A greedy answer does not depend on the seed.
+        once = [replace(each, seeds=each.seeds[:1]) for each in self._openings]
+        greedy = self._answer(once, replace(self._sampling, greedy=True), watcher)
+        if greedy is None:
+            return None
+        return result_of(version, self._openings, sampled, greedy, self._text)
 
     def _answer(
         self, openings: Sequence[Opening], sampling: Sampling, watcher: Watcher
@@ -275,7 +306,7 @@ class Evaluator:
             return [
                 [Answer("", result)] * len(opening.seeds)
                 if isinstance(result, RewardError)
-                else [*map(self._answer_of, result)]
+                else [Answer.of(rollout, self._text) for rollout in result]
                 for opening, result in zip(openings, results, strict=True)
             ]
         requests = [
@@ -302,13 +333,6 @@ class Evaluator:
             return Answer(text, self._host.score(example, text))
         except RewardError as error:
             return Answer(text, error)
-
-    def _answer_of(self, rollout: Rollout) -> Answer:
-        text = self._text.decode(rollout.token_ids.tolist())
-        if math.isnan(rollout.reward):
-            return Answer(text, None)
-        parts = rollout.reward_parts
-        return Answer(text, PartedReward(parts) if parts else rollout.reward)
 
 
 class EvaluationSchedule:

@@ -1,0 +1,122 @@
+"""An evaluation by workers: the scores of one machine, although a worker dies in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from echo.core.errors import DataError
+from echo.core.rollout import PolicyVersion
+from echo.engine.hf.engine import TransformersEngine
+from echo.engine.model import load_directory
+from echo.runtime.learner.evaluation_node import EvaluationNode
+from echo.runtime.learner.setup import (
+    Data,
+    assemble_evaluation,
+    build_evaluator,
+    load_data,
+)
+from echo.runtime.learner.versions.evaluation import EvalResult
+from tests.runtime.harness import Play, Run, running
+
+LOG = logging.getLogger("test.evaluation")
+VERSION = PolicyVersion(2, 7)
+SETTINGS: dict[str, Any] = {
+    "eval": {"num_prompts": 6, "num_samples": 3, "temperature": 0.7},
+    "model": {"dtype": "float32"},
+    "batch": {"group_size": 4},
+}
+
+HALF_BROKEN = """
+from echo.tasks.task import Example, Task
+
+class HalfBroken(Task):
+    is_bounded = True
+
+    def example(self, index, *, split):
+        return Example(index=index, split=split, prompt=f"{index % 10}+1=", answer="")
+
+    def reward(self, example, completion):
+        if example.index % 2:
+            raise ValueError("too odd")
+        return 1.0
+"""
+
+
+async def evaluation(run: Run, data: Data, **sections: dict[str, Any]) -> EvaluationNode:
+    """Return an evaluation of the run's model that waits for workers."""
+    config = run.config("learner", **SETTINGS | sections)
+    transport = await run.transport("learner", config.learner.listen)
+    weights = partial(load_directory, run.model_dir, "float32")
+    return assemble_evaluation(config, data, transport, weights, run.directory / "eval", log=LOG)
+
+
+def scored_here(run: Run, data: Data) -> EvalResult:
+    """Return the scores of the run's model by an evaluation on this machine."""
+    evaluator = build_evaluator(run.config("learner", **SETTINGS), data, log=LOG)
+    assert evaluator is not None
+    result = evaluator.evaluate(VERSION, load_directory(run.model_dir, "float32"))
+    assert result is not None
+    return result
+
+
+@pytest.mark.slow
+def test_workers_give_the_scores_of_one_machine(play: Play) -> None:
+    async def scenario(run: Run) -> None:
+        data = load_data(run.config("learner", **SETTINGS))
+        node = await evaluation(run, data)
+        workers = [await run.worker(f"w{i}", worker={"max_concurrent_rollouts": 2}) for i in (1, 2)]
+        async with running(node, *workers) as [learner, first, second]:
+            while not node.role.counters["accepted"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            first.cancel()  # what it has begun, the other samples again
+            assert await learner == "finished"
+            assert await second == "the evaluation is finished"
+        assert node.result(VERSION) == scored_here(run, data)
+        assert len(node.result(VERSION).scores.rewards) == 18
+        assert node.engines == {"transformers float32"}
+
+    play(scenario)
+
+
+@pytest.mark.matrix
+def test_an_answer_that_no_engine_can_sample_is_no_wrong_answer(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("no such prompt")
+
+    async def scenario(run: Run) -> None:
+        data = load_data(run.config("learner", **SETTINGS))
+        node = await evaluation(run, data)
+        async with running(node, await run.worker("w1")) as [learner, _]:
+            with pytest.raises(DataError, match=r"no worker can answer .*engine_error: .*no such"):
+                await learner
+
+    monkeypatch.setattr(TransformersEngine, "generate", fail)
+    monkeypatch.setattr(TransformersEngine, "can_sample", lambda _: True)
+    play(scenario)
+
+
+@pytest.mark.matrix
+def test_a_failed_reward_counts_as_0(play: Play, write_task: Callable[[str, str], None]) -> None:
+    write_task("half_broken", HALF_BROKEN)
+    task = {"kind": "half_broken:HalfBroken"}
+
+    async def scenario(run: Run) -> None:
+        data = load_data(run.config("learner", task=task, **SETTINGS))
+        for where in ("worker", "learner"):
+            node = await evaluation(run, data, task=task, reward={"where": where})
+            async with running(node, await run.worker("w1", task=task)) as [learner, _]:
+                assert await learner == "finished"
+            result = node.result(VERSION)
+            assert (result.num_rewards, result.num_reward_errors) == (24, 12)
+            assert (result.sampled, result.greedy) == (0.5, 0.5)
+            assert "too odd" in result.error
+
+    play(scenario)
