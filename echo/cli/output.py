@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -88,8 +90,17 @@ class _Forward(logging.Handler):
         self._log.handle(record)
 
 
-class LogFile(logging.FileHandler):
-    """Writes log records to a file, and reports once if the file cannot be written."""
+MAX_LOG_BYTES = 32 << 20
+"""Size of a log file at which its lines move to a second file, NAME.log.1, and replace the lines
+there."""
+
+
+class LogFile(RotatingFileHandler):
+    """Writes log records to a file, and reports once if the file cannot be written.
+
+    When the file has MAX_LOG_BYTES, its content is copied to a second file, and the file is
+    emptied. It is not renamed, because the standard output of the process may go into it.
+    """
 
     def __init__(self, path: Path, log: logging.Logger) -> None:
         """Open the file at `path` for writing; report write errors to `log`.
@@ -97,7 +108,8 @@ class LogFile(logging.FileHandler):
         Raises:
             OSError: if the file cannot be opened for writing.
         """
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
+        self.rotator = _copy_and_empty
         self._log = log
         self._has_failed = self._fails = False
 
@@ -117,6 +129,11 @@ class LogFile(logging.FileHandler):
             self._has_failed = True
             text = "%s cannot be written: %s; its lines are lost until there is space"
             self._log.warning(text, self.baseFilename, sys.exc_info()[1])
+
+
+def _copy_and_empty(source: str, target: str) -> None:
+    shutil.copyfile(source, target)
+    os.truncate(source, 0)
 
 
 def make_log(

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from echo.cli import output
 from echo.cli.commands.node import main
 from echo.cli.output import exit_code, fail, make_log, others_in_log, run_command
 from echo.core.errors import (
@@ -73,6 +74,29 @@ def test_a_log_goes_to_its_file(tmp_path: Path) -> None:
     assert joined.endswith("INFO    joined")
     assert told.endswith("INFO    what is allowed")
     assert not logging.getLogger("echo.test_output").propagate
+
+
+def test_a_log_keeps_its_newest_lines_and_whoever_writes_into_it_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "MAX_LOG_BYTES", 1000)
+    path = tmp_path / "w1.log"
+    log = make_log("test_rotation", to_file=path, to_terminal=False)
+    with path.open("ab", buffering=0) as beside:  # as the output of C++ code does
+        for number in range(100):
+            log.info("line %03d", number)
+            beside.write(b"NUMA\n")
+        for handler in log.handlers:
+            handler.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["w1.log", "w1.log.1"]
+    older, newer = ((tmp_path / name).read_bytes() for name in ("w1.log.1", "w1.log"))
+    assert len(older) <= 1000
+    assert len(newer) <= 1000
+    lines = (older + newer).decode().splitlines()
+    assert "\0" not in "".join(lines)
+    numbers = [int(line.split()[-1]) for line in lines if "line" in line]
+    assert numbers == list(range(100 - len(numbers), 100))
+    assert lines.count("NUMA") in (len(numbers), len(numbers) + 1)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
