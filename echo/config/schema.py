@@ -563,6 +563,9 @@ class LimitsSection(Section):
 
     spool_bytes: Bytes = Field(default=8 * 2**30, ge=2**20)
     """Bytes of rollouts kept in the run directory."""
+    run_dir_bytes: Bytes | None = Field(default=None, ge=2**20)
+    """Bytes of the whole run directory, checked at each checkpoint: beyond them the oldest rollouts
+    and checkpoints that may go are removed, never the newest or the best checkpoint. Unset: off."""
     min_free_disk_bytes: Bytes = Field(default=256 * 2**20, ge=0)
     """Bytes that a checkpoint must leave free; otherwise it is not written, and the one before
     stays."""

@@ -1,7 +1,7 @@
 """The learner's ledger: records of what happened to every group of prompts.
 
 A record is on the disk before any node is informed of the event. Files in the run's directory,
-format 3:
+format 4:
 
 * `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
   2, 3, ... without a gap), `body` and `hash`. `body` is a JSON object: `kind`, `at` in Unix
@@ -13,12 +13,16 @@ format 3:
   copied here.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
   group and the hash of its bytes. A file retires once all its groups have ended and no resume can
-  void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read.
-  Older files are deleted.
+  void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read;
+  older files are removed. The number of a file is never given again.
 * `ledger.lock`: the learner that writes the ledger locks this file, which has the learner's process
   id.
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
+
+What is removed from the run's directory, so that it stays within a bound, is named in a `removed`
+record. The record is synced before anything is deleted. If a crash comes between the two, the next
+resume deletes what the record names.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
 step > f. These steps were abandoned. The remaining records are the surviving line. On this line
@@ -38,6 +42,7 @@ on the learner's machine.
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 import threading
@@ -56,10 +61,11 @@ from blake3 import blake3
 from echo.core.errors import DataError, RemoteProtocolError, StorageError
 from echo.core.records import Cancelled, Discarded, Granted, Record, Refused
 from echo.core.rollout import Group, Lineage, PolicyVersion, is_surviving
+from echo.core.units import format_bytes
 from echo.records.files import is_locked, lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
-FORMAT = 3
+FORMAT = 4
 """Number of the ledger's format; it is raised with every new kind of record."""
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
@@ -183,6 +189,18 @@ class Finished(Record, tag="finished"):
     """Number of optimizer steps that the run has made."""
 
 
+class Removed(Record, tag="removed"):
+    """Files are about to be deleted, so that the run's directory stays within a bound."""
+
+    step: int
+    """Number of optimizer steps made before the removal."""
+    cause: str
+    """The bound."""
+    paths: tuple[str, ...]
+    """The files, and the directories of checkpoints, relative to the run's directory."""
+    freed_bytes: int
+
+
 class BoundChanged(Record, tag="bound"):
     """The learner changed the bound on staleness."""
 
@@ -243,7 +261,7 @@ class Operated(Record, tag="operated"):
 AnyRecord = (
     Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published | Sealed
     | Checkpointed | Finished | BoundChanged | RolledBack | ActivationChanged | Cost
-    | Operated
+    | Operated | Removed
 )  # fmt: skip
 
 
@@ -405,8 +423,22 @@ class LedgerQueue(ABC):
         """
 
     @abstractmethod
-    def free_unused(self) -> None:
-        """Drop the bytes of groups that were not loaded after a restart of the learner."""
+    def hold(self, group_id: int, place: Place, *, step: int) -> None:
+        """Keep a group that was trained in `step`, after the learner has restarted.
+
+        A resume from a checkpoint before `step` would train the group again.
+        """
+
+    @abstractmethod
+    def free_unused(self, *, step: int) -> None:
+        """Drop the bytes of groups that were neither loaded nor held after a restart at `step`."""
+
+    @abstractmethod
+    def delete_again(self, paths: Iterable[str]) -> None:
+        """Delete the group files among `paths`, except those with loaded or held groups.
+
+        The paths are of `removed` records; a crash may have prevented their deletion.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -453,6 +485,7 @@ class Ledger(LedgerQueue):
                 self._database = self._open_database()
                 undo.callback(self._database.close)
                 self.num_records = _count_records(self._database, run_dir)
+                last_number = _last_file_number(self._database, run_dir)
                 if not (run_dir / HEAD).exists():
                     write_file(run_dir / HEAD, HEAD_FORMAT % 0)
                 self._head = os.open(run_dir / HEAD, os.O_WRONLY)
@@ -462,7 +495,7 @@ class Ledger(LedgerQueue):
         except (OSError, *_SQLITE_ERRORS) as error:
             raise StorageError(f"cannot open the ledger in {run_dir}: {error}") from error
         files = self._group_files()
-        self._file_number = max((int(path.stem) for path in files), default=0)
+        self._file_number = max([last_number, *(int(path.stem) for path in files)])
         self._used_bytes = sum(path.stat().st_size for path in files)
 
     def _group_files(self) -> set[Path]:
@@ -512,6 +545,7 @@ class Ledger(LedgerQueue):
                     }
                     if not group_ids:
                         self._retire(name)
+                self._drop_retired(step=step)
             self._ended_at = {g: at for g, at in self._ended_at.items() if at > oldest_step}
 
     def _write_queue(self, *, durably: bool) -> None:
@@ -628,15 +662,72 @@ class Ledger(LedgerQueue):
         self._unended.setdefault(place.file, set()).add(group_id)
         return group
 
-    def free_unused(self) -> None:
-        """Retire the group files from which no group was loaded after a restart."""
+    def hold(self, group_id: int, place: Place, *, step: int) -> None:
+        """Keep a group that was trained in `step`; do nothing if its file was removed before."""
+        if not (self._groups_dir / place.file).exists():
+            return
+        self._unended.setdefault(place.file, set()).add(group_id)
+        self._ended_at[group_id] = step
+
+    def free_unused(self, *, step: int) -> None:
+        """Retire the group files with no group that was loaded or held after a restart."""
         with self._write_lock, _named(self.run_dir):
             for path in sorted(self._group_files()):
-                if path.name not in self._unended:
+                if path.name not in self._unended and path.name not in self._kept:
                     self._retire(path.name)
+            self._drop_retired(step=step)
+
+    # --- removal ---------------------------------------------------------------------------------
+
+    def group_files(self) -> dict[str, float]:
+        """Return path -> step of each group file that is no longer written to, oldest first.
+
+        The path is relative to the run's directory. A resume from a checkpoint before the step
+        needs the file; inf means that a group has not ended. The step of retired files is 0.
+        """
+        with self._write_lock:
+            steps = dict.fromkeys(self._kept, 0.0)
+            for name, group_ids in self._unended.items():
+                if self._file is None or name != self._file_name:
+                    steps[name] = max(self._ended_at.get(group, math.inf) for group in group_ids)
+            return {f"{GROUPS}/{name}": steps[name] for name in sorted(steps)}
+
+    def remove(self, record: Removed) -> None:
+        """Sync the record of a removal, then delete the group files that it names.
+
+        The caller deletes the other files afterwards.
+
+        Raises:
+            StorageError: if the record cannot be written; then nothing may be deleted.
+        """
+        self.append(record)
+        with self._write_lock, _named(self.run_dir):
+            self._write_queue(durably=True)
+            for path in record.paths:
+                self._delete(path)
+
+    def delete_again(self, paths: Iterable[str]) -> None:
+        """Delete the group files among `paths`, except those with loaded or held groups."""
+        with self._write_lock, _named(self.run_dir):
+            there = {f"{GROUPS}/{path.name}" for path in self._group_files()}
+            for path in there.intersection(paths):
+                if path.rpartition("/")[2] not in self._unended:
+                    self._delete(path)
+
+    def _delete(self, path: str) -> None:
+        """Delete the group file at `path`, relative to the run's directory; ignore other paths."""
+        folder, _, name = path.rpartition("/")
+        if folder != GROUPS:
+            return
+        num_bytes = self._kept.pop(name, None)
+        if num_bytes is None:
+            self._unended.pop(name, None)
+            with self._queue_lock:
+                self._used_bytes -= (self._groups_dir / name).stat().st_size
+        (self._groups_dir / name).unlink()
 
     def _retire(self, name: str) -> None:
-        """Retire a group file; delete the oldest retired files beyond KEPT_BYTES in all."""
+        """Note that no resume needs a group file, which then no longer counts as spooled."""
         num_bytes = (self._groups_dir / name).stat().st_size
         if name == self._file_name:
             self._leave_file()
@@ -644,10 +735,29 @@ class Ledger(LedgerQueue):
         with self._queue_lock:
             self._used_bytes -= num_bytes
         self._kept[name] = num_bytes
-        while sum(self._kept.values()) > KEPT_BYTES:
-            oldest = next(iter(self._kept))
-            (self._groups_dir / oldest).unlink()
-            del self._kept[oldest]
+
+    def _drop_retired(self, *, step: int) -> None:
+        """Remove the oldest retired files beyond KEPT_BYTES in all."""
+        excess = sum(self._kept.values()) - KEPT_BYTES
+        names: list[str] = []
+        for name, num_bytes in self._kept.items():
+            if excess <= 0:
+                break
+            names.append(name)
+            excess -= num_bytes
+        if not names:
+            return
+        self.append(
+            Removed(
+                step=step,
+                cause=f"{format_bytes(KEPT_BYTES)} of rollouts that no resume needs are kept",
+                paths=tuple(f"{GROUPS}/{name}" for name in names),
+                freed_bytes=sum(self._kept[name] for name in names),
+            )
+        )
+        self._write_queue(durably=True)
+        for name in names:
+            self._delete(f"{GROUPS}/{name}")
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -757,6 +867,25 @@ def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
     if last < int(least):
         raise _damaged(path, f"it has {last} records where it had {int(least)}")
     return int(last)
+
+
+def _last_file_number(database: sqlite3.Connection, run_dir: Path) -> int:
+    """Return the number of the newest group file in which a group was stored; 0 if there is none.
+
+    The file may be removed by now.
+
+    Raises:
+        StorageError: if the record of the group is damaged.
+    """
+    row = database.execute(
+        "SELECT seq, body, hash FROM records WHERE kind = 'accepted' ORDER BY seq DESC LIMIT 1"
+    ).fetchone()
+    if row is None:
+        return 0
+    seq, body, digest = row
+    if digest != _hash(seq, body.encode()):
+        raise _damaged(run_dir / FILE, f"record {seq} has not the bytes of its hash")
+    return int(Path(_decoder.decode(body).place.file).stem)
 
 
 def _damaged(path: Path, what: str) -> StorageError:
@@ -902,7 +1031,14 @@ class LedgerState:
     """Granted groups that were neither accepted nor discarded: group id -> attempt -> worker."""
     waiting: dict[int, Place] = field(default_factory=dict)
     """Accepted groups that were neither trained nor discarded, with the places of their bytes."""
+    trained: dict[int, tuple[int, Place]] = field(default_factory=dict)
+    """Accepted groups that were trained: group id -> step, and the place of its bytes."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
+    """Paths of all files that were removed, relative to the run's directory."""
+    last_removed: list[str] = field(default_factory=list)
+    """Paths of the files that the last lineage has removed. Those of earlier lineages are deleted,
+    and a checkpoint of the same name is a newer one."""
 
 
 def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:
@@ -924,6 +1060,10 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
         match record:
             case Began():
                 lineages.append(Lineage(record.lineage, record.fork_step))
+                state.last_removed = []
+            case Removed():
+                state.removed.update(record.paths)
+                state.last_removed += record.paths
             case Granted():
                 state.granted.setdefault(record.group, {})[record.attempt] = record.worker
                 state.next_group_id = max(state.next_group_id, record.group + 1)
@@ -954,6 +1094,12 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
         )
     ended = discarded.union(*(record.groups for record in surviving))
     _add_staleness(surviving, state.staleness_tokens)
+    state.trained = {
+        group: (record.step, accepted[group])
+        for record in surviving
+        for group in record.groups
+        if group in accepted
+    }
     state.lineages = tuple(lineages)
     state.waiting = {group: place for group, place in accepted.items() if group not in ended}
     state.finished = accepted.keys() | discarded
@@ -1047,6 +1193,8 @@ class StoredGroup(NamedTuple):
     no step trained the group."""
     discarded: str
     """The reason why the group was discarded; "" if it was not discarded."""
+    removed: Removed | None = None
+    """The record with which the group's file was removed; None if the file is kept."""
 
     @property
     def end(self) -> str:
@@ -1059,9 +1207,10 @@ class StoredGroup(NamedTuple):
 def stored_groups(records: Iterable[AnyRecord]) -> list[StoredGroup]:
     """Return the accepted groups of a run, in the order of acceptance.
 
-    The files of groups that ended long ago may be deleted (see the module's docstring).
+    The files of groups that ended long ago may be removed (see the module's docstring).
     """
     accepted: dict[int, Accepted] = {}
+    removed: dict[str, Removed] = {}
     reasons: dict[int, str] = {}
     lineages: list[Lineage] = []
     steps: list[Trained] = []
@@ -1071,6 +1220,8 @@ def stored_groups(records: Iterable[AnyRecord]) -> list[StoredGroup]:
                 accepted[record.group] = record
             case Discarded():
                 reasons[record.group] = record.reason
+            case Removed():
+                removed.update(dict.fromkeys(record.paths, record))
             case Trained():
                 steps.append(record)
             case Began():
@@ -1082,6 +1233,7 @@ def stored_groups(records: Iterable[AnyRecord]) -> list[StoredGroup]:
             step=trained[group].step if group in trained else None,
             consumed_at=trained[group].consumed_at if group in trained else None,
             discarded=reasons.get(group, ""),
+            removed=removed.get(f"{GROUPS}/{record.place.file}"),
         )
         for group, record in accepted.items()
     ]

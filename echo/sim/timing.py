@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,13 @@ class MemoryLedger(LedgerQueue):
         """Raise LocalProtocolError, because a simulated run is never resumed."""
         raise LocalProtocolError(f"group {group_id} is not kept")
 
-    def free_unused(self) -> None:
+    def hold(self, group_id: int, place: Place, *, step: int) -> None:
+        """Do nothing, since no files are stored."""
+
+    def free_unused(self, *, step: int) -> None:
+        """Do nothing, since no files are stored."""
+
+    def delete_again(self, paths: Iterable[str]) -> None:
         """Do nothing, since no files are stored."""
 
     def close(self) -> None:

@@ -283,7 +283,10 @@ class VersionRetention:
 
     def find(self, version: PolicyVersion) -> Path | None:
         """Return the path of a version's file, or None if the version is not on disk."""
-        return self._path(version) if version in self._sizes else None
+        path = self._path(version)
+        if version in self._sizes and not path.exists():  # removed for limits.run_dir_bytes
+            del self._sizes[version]
+        return path if version in self._sizes else None
 
     def forget(self, version: PolicyVersion) -> None:
         """Delete a version and its file.

@@ -74,7 +74,10 @@ def test_a_report_without_rollouts_says_why(run: Path, tmp_path: Path) -> None:
         path.unlink()
     out = tmp_path / "elsewhere"
     assert main([str(run), "--out", str(out), "--trace", "all"]) == 0
-    assert "No rollouts of groups: their files are deleted." in (out / "report.html").read_text()
+    assert (
+        "No rollouts of groups: others have deleted their files."
+        in (out / "report.html").read_text()
+    )
     assert json.loads((out / "trace.json").read_text())["otherData"] == {"run": "sums"}
     for path in (run / "final").iterdir():
         path.unlink()

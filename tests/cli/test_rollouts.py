@@ -13,7 +13,9 @@ from echo.cli.commands.rollouts import main
 from echo.core.reward_parts import PartedReward
 from echo.core.rollout import Group, Rollout
 from echo.engine.model import build_tokenizer
+from echo.records import ledger as ledger_module
 from echo.records.ledger import GROUPS, Began, Ledger
+from echo.ui.report.run import read_run
 from echo.wire.codec import encode_group
 
 V3, V4 = [1, 3], [1, 4]
@@ -202,6 +204,28 @@ def test_an_empty_choice_is_told(
     assert told in capsys.readouterr().err
 
 
+def test_removed_rollouts_are_counted_with_the_cause(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "KEPT_BYTES", 0)
+    ledger = Ledger(run, spool_bytes=1 << 20)
+    ledger.free_unused(step=6)
+    newer = make_group(2, "90+12=", {"0102": 1.0, "0103": 0.0})
+    ledger.store(newer, *encode_group(newer))
+    ledger.close()
+    why = "were removed at step 6 (0 B of rollouts that no resume needs are kept)"
+    assert main([str(run), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["group"] for line in out.splitlines()] == [2, 2]
+    assert err == f"the rollouts of 2 of 3 groups {why}\n"
+    assert main([str(run), "--step", "6"]) == 3
+    assert f"the rollouts of 1 of 1 groups {why}" in capsys.readouterr().err
+    (run / "config.json").write_text("{}")
+    told = read_run(run).decisions[-1].what
+    assert told.startswith("removed 1 files and checkpoints, ")
+    assert told.endswith(" in all: 0 B of rollouts that no resume needs are kept")
+
+
 def test_deleted_and_damaged_files_are_told_apart(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +236,7 @@ def test_deleted_and_damaged_files_are_told_apart(
     assert "the BLAKE3 hash" in capsys.readouterr().err
     file.unlink()
     assert main([str(run)]) == 3
-    assert "the rollouts of these 2 groups are deleted" in capsys.readouterr().err
+    assert "others have deleted the files of these 2 groups" in capsys.readouterr().err
 
 
 def test_a_run_without_groups_and_one_without_a_tokenizer(

@@ -17,6 +17,8 @@ echo/records/ledger.py. What is checked:
 * no token was trained on beyond `max_staleness`, computed from the versions of the accepted group
   and the step at which it was consumed, in abandoned steps too; and every version trained on lay
   on the history of its time;
+* nothing that a resume could need was removed: each group in a removed file had ended, by a discard
+  or by a step up to the newest checkpoint, and the newest checkpoint itself was never removed;
 * a bound on staleness that the learner chose for itself lay within `max_staleness`.
 """
 
@@ -97,6 +99,8 @@ class _Auditor:
         """Groups whose prompts could not be had."""
         self.published: set[tuple[int, int]] = set()
         self.steps: list[Record] = []
+        self.checkpoint = 0
+        """Step of the newest checkpoint of the surviving line."""
 
     def run(self, *, is_finished: bool) -> Audit:
         for record in self.records:
@@ -121,6 +125,7 @@ class _Auditor:
         if fork_step > last:
             self._problem(f"lineage {lineage} forks at {fork_step}, but only {last} steps exist")
         self.lineage = lineage
+        self.checkpoint = fork_step
         self.result.fork_steps[lineage] = fork_step
 
     def _on_granted(self, record: Record) -> None:
@@ -176,6 +181,22 @@ class _Auditor:
         if recorded != tokens:
             self._problem(f"step {step} says staleness {dict(recorded)}, it was {dict(tokens)}")
         self.steps.append({**record, "tokens_by_staleness": tokens})
+
+    def _on_checkpoint(self, record: Record) -> None:
+        self.checkpoint = record["step"]
+
+    def _on_removed(self, record: Record) -> None:
+        if f"checkpoints/step_{self.checkpoint:06d}" in record["paths"]:
+            self._problem(f"the newest checkpoint, of step {self.checkpoint}, was removed")
+        if not record["cause"]:
+            self._problem(f"{record['paths']} were removed without a cause")
+        ends = {group: each["step"] for each in self._surviving() for group in each["groups"]}
+        for group, accepted in self.result.accepted.items():
+            is_over = ends.get(group, self.checkpoint + 1) <= self.checkpoint
+            if f"groups/{accepted['place'][0]}" not in record["paths"]:
+                continue
+            if not is_over and not self.result.discarded[group]:
+                self._problem(f"group {group} was removed, and a resume would need it")
 
     def _on_bound(self, record: Record) -> None:
         if not 0 <= record["bound"] <= self.max_staleness or not record["cause"]:

@@ -48,6 +48,12 @@ def discarded(group: int, reason: str = "stale") -> Record:
     return {"kind": "discarded", "group": group, "reason": reason, "step": 1}
 
 
+def removed(*paths: str) -> Record:
+    return {
+        "kind": "removed", "step": 2, "cause": "a limit", "paths": list(paths), "freed_bytes": 9
+    }  # fmt: skip
+
+
 def honest_ledger() -> Ledger:
     """Two steps of two groups; the second is lost in a crash and made again from other groups."""
     return [
@@ -96,6 +102,12 @@ def test_an_honest_ledger_with_a_lost_step_passes() -> None:
     assert result.staleness == {0: 30, 1: 10}
     assert result.discard_reasons == {"run_finished": 1, "zero_variance": 1}
     assert result.fork_steps == {1: 0, 2: 1}
+
+
+def test_what_no_resume_needs_may_be_removed() -> None:
+    records = [*honest_ledger(), {"kind": "checkpoint", "lineage": 2, "step": 2}]
+    records.append(removed("groups/1.bin", "groups/2.bin", "checkpoints/step_000001"))
+    assert examine(records).problems == []
 
 
 def test_a_group_of_two_versions_is_as_stale_as_its_tokens_are() -> None:
@@ -160,6 +172,14 @@ VIOLATIONS = {
     "a group trained and discarded": (
         append(discarded(0)),
         "group 0: trained at [1], discarded 1 times",
+    ),
+    "a file of groups removed that a resume needs": (
+        append(removed("groups/1.bin")),
+        "group 2 was removed, and a resume would need it",
+    ),
+    "the newest checkpoint removed": (
+        append(removed("checkpoints/step_000001")),
+        "the newest checkpoint, of step 1, was removed",
     ),
     "a bound beyond the hard one": (
         append({"kind": "bound", "step": 2, "before": 1, "bound": 2, "cause": "room"}),

@@ -205,7 +205,7 @@ def test_whoever_reads_from_outside_needs_the_tables_alone(tmp_path: Path) -> No
         counts = database.execute("SELECT kind, count(*) FROM records GROUP BY kind ORDER BY 1")
         assert counts.fetchall() == [("accepted", 2), ("discarded", 1), ("lineage", 1)]
         assert database.execute("SELECT min(at) FROM records").fetchone()[0] > 1.6e9
-        assert database.execute("PRAGMA user_version").fetchone() == (3,)
+        assert database.execute("PRAGMA user_version").fetchone() == (4,)
     assert int((tmp_path / "ledger.head").read_text()) == 4
     for seq, body, digest in rows:
         assert digest == blake3(seq.to_bytes(8, "little") + body.encode()).digest()
@@ -337,7 +337,7 @@ class Run:
         assert sorted(found.waiting) == self.waiting
         for group, place in found.waiting.items():
             assert encode_group(self.ledger.load(group, place)) == encode_group(make_group(group))
-        self.ledger.free_unused()
+        self.ledger.free_unused(step=0)
         assert len(group_files(self.run_dir)) == len(self.waiting)
         self.saved_step = self.num_steps
 
@@ -462,7 +462,7 @@ def test_a_killed_process_loses_nothing_that_it_has_told_of(tmp_path: Path) -> N
         ledger = open_ledger(run_dir)
         found = state(run_dir)
         assert len(found.waiting) <= 1, "its end was not told, so it waits"
-        ledger.free_unused()
+        ledger.free_unused(step=0)
         assert group_files(run_dir) == []
 
 
@@ -482,7 +482,7 @@ def test_the_newest_files_that_no_resume_needs_are_kept_for_readers_and_count_fo
     assert encode_group(read_group(tmp_path, 2, kept)) == encode_group(make_group(2))
     ledger.close()
     ledger = open_ledger(tmp_path, spool_bytes=GROUP_BYTES)
-    ledger.free_unused()
+    ledger.free_unused(step=0)
     assert group_files(tmp_path) == ["000003.bin", "000004.bin"]
     put(ledger, make_group(4))
     ledger.close()
@@ -666,7 +666,7 @@ def test_a_file_that_others_put_beside_the_group_files_is_left_alone(tmp_path: P
     for name in foreign:
         (tmp_path / "groups" / name).write_bytes(b"mine")
     ledger = open_ledger(tmp_path, spool_bytes=GROUP_BYTES)
-    ledger.free_unused()
+    ledger.free_unused(step=0)
     store(ledger, make_group(1))  # for which there is room
     assert places(tmp_path)[1].file == "000002.bin"
     assert {path.name for path in (tmp_path / "groups").iterdir()} == {*foreign, "000002.bin"}
@@ -752,9 +752,9 @@ def test_space_for_groups_is_bounded_and_comes_back(
 
 def test_a_directory_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     begin(tmp_path).close()
-    edit(tmp_path, "PRAGMA user_version = 4")
+    edit(tmp_path, "PRAGMA user_version = 5")
     for read in (open_ledger, records):
-        with pytest.raises(StorageError, match="has ledger format 4, this release has format 3"):
+        with pytest.raises(StorageError, match="has ledger format 5, this release has format 4"):
             read(tmp_path)
 
 

@@ -21,7 +21,7 @@ from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
 from echo.engine.weights import Weights
-from echo.train.attribution import Attribution, MismatchProbe
+from echo.train.attribution import Attribution, MismatchProbe, VersionRetention
 from echo.train.models.policy import Policy, frozen_policy
 from echo.train.models.rescoring import Rescorer, Rescoring
 from echo.train.step import StepError, StepResult
@@ -213,6 +213,16 @@ def test_versions_that_are_gone_are_skipped_and_counted(
     assert found["skipped"] == pytest.approx(old.num_tokens / (old.num_tokens + new.num_tokens))
     nothing = measure(trainer, [old, new], {})
     assert nothing == {"tokens": 0.0, "skipped": 1.0, "retokenised": 0.0}
+
+
+def test_a_version_that_the_limit_of_the_disk_removed_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "v1_1.safetensors").write_bytes(b"weights")
+    versions = VersionRetention(tmp_path, max_bytes=9, max_versions=1)
+    path = versions.find(V1)
+    assert path is not None
+    path.unlink()
+    assert versions.find(V1) is None
+    assert versions.versions == []
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echo.cli.commands.rollouts import decoder_of, rollouts_of
+from echo.cli.commands.rollouts import decoder_of, describe_removed, rollouts_of
 from echo.cli.output import run_command
 from echo.cli.parsers import report_parser
 from echo.core.errors import EchoError, StorageError
 from echo.core.monitoring.samples import spread_over
 from echo.records.files import write_file
-from echo.records.ledger import read_records, stored_groups
+from echo.records.ledger import StoredGroup, read_records, stored_groups
 from echo.ui.report.figures import draw_all
 from echo.ui.report.page import render_page
 from echo.ui.report.run import read_runs
@@ -79,10 +79,15 @@ def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
     except EchoError as error:
         return [], str(error)
     if not found:
-        what = "their files are deleted" if stored else "no group has been accepted yet"
-        return [], f"No rollouts of groups: {what}."
+        return [], f"No rollouts of groups: {_why_none(stored)}."
     found.sort(key=lambda rollout: -rollout.reward)
     return spread_over(found, NUM_SAMPLES), ""
+
+
+def _why_none(stored: Sequence[StoredGroup]) -> str:
+    if not stored:
+        return "no group has been accepted yet"
+    return describe_removed(stored) or "others have deleted their files"
 
 
 def _write(out: Path, files: dict[str, bytes]) -> None:

@@ -1,13 +1,14 @@
 """`echo-rl rollouts RUN`: shows the completions of a run with their rewards.
 
-The command reads the ledger and the group files of a run, which may be under way. The learner
-deletes a group file when all its groups have ended and a new checkpoint was written. So the
-rollouts of earlier steps cannot be shown.
+The command reads the ledger and the group files of a run; the run may be under way. The learner
+removes old group files that no resume needs. Their rollouts cannot be shown; the command says how
+many groups that are, and why.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -67,6 +68,8 @@ def _run(arguments: Namespace, console: Console) -> int:
                 f"the newest {len(found)} rollouts of {len(stored)} accepted groups; others: "
                 "--step, --group, --grep, --best, --worst, --random (see --help)"
             )
+    if removed := describe_removed(chosen):
+        print(removed, file=sys.stderr)  # --json writes rows alone
     return 0
 
 
@@ -82,10 +85,8 @@ def _none_found(
     if not stored:
         return f"{arguments.run}: no group has been accepted yet"
     if chosen and arguments.grep is None:
-        return (
-            f"{arguments.run}: the rollouts of these {len(chosen)} groups are deleted; a run keeps "
-            "those that a resume may need, and those beside them"
-        )
+        deleted = f"others have deleted the files of these {len(chosen)} groups"
+        return f"{arguments.run}: {describe_removed(chosen) or deleted}"
     if chosen:
         return f"{arguments.run}: no rollout that is still kept has {arguments.grep!r} in it"
     steps = [each.step for each in stored if each.step is not None]
@@ -94,6 +95,19 @@ def _none_found(
     return (
         f"{arguments.run}: no such rollouts; it has groups {min(groups)} to {max(groups)} and "
         f"{trained}"
+    )
+
+
+def describe_removed(stored: Sequence[StoredGroup]) -> str:
+    """Return how many of the groups have no rollouts any more, and why; "" if all have them."""
+    removals = [each.removed for each in stored if each.removed is not None]
+    if not removals:
+        return ""
+    steps = sorted({each.step for each in removals})
+    when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    causes = " and ".join(sorted({each.cause for each in removals}))
+    return (
+        f"the rollouts of {len(removals)} of {len(stored)} groups were removed at {when} ({causes})"
     )
 
 
@@ -111,7 +125,7 @@ def _newest(run_dir: Path, stored: Sequence[StoredGroup], decode: Decode) -> Ite
 def rollouts_of(
     run_dir: Path, stored: Sequence[StoredGroup], decode: Decode
 ) -> Iterator[ShownRollout]:
-    """Yield the rollouts of each group whose file has not been deleted.
+    """Yield the rollouts of each group whose file has not been removed.
 
     Raises:
         StorageError: if the file of a group is damaged.

@@ -89,6 +89,7 @@ from echo.runtime.learner.operations import Operations
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.samples import SampleLog
 from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.disk_limit import DiskLimit
 from echo.runtime.learner.saving.rollback import Rollback
 from echo.runtime.learner.saving.save import StateSaver
 from echo.runtime.learner.shutdown import RunShutdown
@@ -133,6 +134,8 @@ class OpenedRun:
     """Scores versions on held-out prompts; None if evaluation is off."""
     export: Callable[[Path, Publication], None]
     """Writes a version of the weights as a directory for other programs."""
+    disk_limit: DiskLimit | None = None
+    """Keeps the run's directory within its limit; None in a simulation."""
     samples: SampleLog | None = None
     """Writes some rollouts of steps and evaluations as text; None if no rollouts are wanted."""
     is_recomputing: bool = False
@@ -265,7 +268,7 @@ class LearnerNode(Node):
             trainer_pool=trainer_pool, log=log,
         )  # fmt: skip
         self._saver = StateSaver(
-            run.checkpoints, run.trainer, run.ledger, run.role, self._weights_check,
+            run.checkpoints, run.trainer, run.ledger, run.role, self._weights_check, run.disk_limit,
             run_dir=sections.run_dir, trainer_pool=trainer_pool, disk=self._disk_pool, log=log,
         )  # fmt: skip
         self._rollback = Rollback(

@@ -98,6 +98,7 @@ from echo.runtime.learner.node import LearnerNode, OpenedRun, RunSections
 from echo.runtime.learner.report import Progress
 from echo.runtime.learner.samples import Decode, SampleLog
 from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.disk_limit import DiskLimit
 from echo.runtime.learner.saving.resume import SavedRun, StartingPoint
 from echo.runtime.learner.versions.evaluation import Evaluator, heldout_openings
 from echo.runtime.learner.versions.publish import Images, Publication, Publisher, make_images
@@ -677,6 +678,12 @@ class RunParts:
         return OpenedRun(
             ledger=ledger,
             checkpoints=saved.checkpoints,
+            disk_limit=DiskLimit(
+                ledger,
+                saved.checkpoints,
+                max_bytes=config.limits.run_dir_bytes,
+                log=options.log,
+            ),
             activation=activation_settings(
                 config.activation, config.sync, config.batch, config.sampling
             ),

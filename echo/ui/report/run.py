@@ -16,9 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from echo.core.errors import DataError
 from echo.core.records import Discarded, Refused
-from echo.core.units import format_duration, one_line
+from echo.core.units import format_bytes, format_duration, one_line
 from echo.records.ledger import (
     ActivationChanged,
     AnyRecord,
@@ -27,6 +29,7 @@ from echo.records.ledger import (
     Checkpointed,
     Finished,
     Operated,
+    Removed,
     RolledBack,
     deliveries_of,
     is_in_use,
@@ -195,6 +198,7 @@ def read_run(run_dir: Path) -> ReportedRun:
     path = run_dir / "metrics.jsonl"
     rows = [row for _, row in json_lines(path)] if path.exists() else []
     history = read_metrics(run_dir) if path.exists() else MetricsHistory()
+    decisions = sorted([*facts.decisions, *facts.removals()], key=lambda each: each.at)
     is_running, log = is_in_use(run_dir), _log_lines(run_dir)
     run = config.get("run")
     name = run.get("name") if isinstance(run, dict) else None
@@ -210,8 +214,8 @@ def read_run(run_dir: Path) -> ReportedRun:
         lineages=facts.lineages,
         discarded=facts.discarded,
         refused=facts.refused,
-        decisions=facts.decisions[-MAX_DECISIONS:],
-        num_decisions=len(facts.decisions),
+        decisions=decisions[-MAX_DECISIONS:],
+        num_decisions=len(decisions),
         stalls=stalls_of(history),
         long_waits=_long_waits(rows),
         nodes=_nodes(run_dir, config, rows),
@@ -232,6 +236,7 @@ class _Facts:
         self.is_finished = False
         self.last_at = 0.0
         self.checkpoint: int | None = None
+        self._removed: dict[str, Removed] = {}
 
     def add(self, record: AnyRecord) -> None:
         self.last_at = record.at
@@ -247,9 +252,34 @@ class _Facts:
                 self.checkpoint = record.step
             case Finished():
                 self.is_finished = True
+            case Removed():
+                self._add_removed(record)
         decision = _decision(record)
         if decision is not None:
             self.decisions.append(decision)
+
+    def _add_removed(self, record: Removed) -> None:
+        """Add the removal of files to earlier ones of the same cause: there is one row of each."""
+        earlier = self._removed.get(record.cause)
+        if earlier is not None:
+            record = msgspec.structs.replace(
+                record,
+                paths=earlier.paths + record.paths,
+                freed_bytes=earlier.freed_bytes + record.freed_bytes,
+            )
+        self._removed[record.cause] = record
+
+    def removals(self) -> list[Decision]:
+        """Return one decision for each cause of removals, at the time of the last removal."""
+        return [
+            Decision(
+                at=each.at,
+                step=each.step,
+                what=f"removed {len(each.paths)} files and checkpoints, "
+                f"{format_bytes(each.freed_bytes)} in all: {each.cause}",
+            )
+            for each in self._removed.values()
+        ]
 
 
 def _decision(record: AnyRecord) -> Decision | None:

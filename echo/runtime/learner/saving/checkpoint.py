@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from pathlib import Path
 from echo.core.errors import DataError, EchoError, StorageError
 from echo.core.units import format_bytes
 from echo.records.files import hash_file, sync_path, write_file
+from echo.records.retention import StoredCheckpoint
 
 FORMAT = 2
 INFO_FILE = "checkpoint.json"
@@ -88,6 +89,9 @@ class Checkpoints:
         self._keep_last = keep_last
         self._min_free_bytes = min_free_bytes
         self._tried_at = now
+        self.removed_step = -1
+        """Step of the newest checkpoint that was removed because the disk is limited; -1 if none
+        was. Groups are not kept for older checkpoints, such as the best."""
         self._scores: dict[int, float | None] = {}
         """Held-out scores of steps that may have a checkpoint, the best so far left out; None while
         the evaluation of a step runs."""
@@ -192,13 +196,42 @@ class Checkpoints:
         Return the oldest step of the last `keep_last` checkpoints. Checkpoints after `step` belong
         to an abandoned history, so they do not count.
         """
-        steps, best = list_checkpoints(self._directory), read_best(self._directory)
-        last = [each for each in steps if each <= step][-self._keep_last :]
-        awaited = {each for each, score in self._scores.items() if score is None}
-        kept = {*last, *awaited, *([] if best is None else [best[0]])}
-        for each in steps.keys() - kept:
+        steps = list_checkpoints(self._directory)
+        last = self._last(steps, step)
+        for each in steps.keys() - {*last, *self._awaited_or_best()}:
             shutil.rmtree(steps[each], ignore_errors=True)
         return last[0]
+
+    def _last(self, steps: Iterable[int], step: int) -> list[int]:
+        return [each for each in steps if self.removed_step < each <= step][-self._keep_last :]
+
+    def _awaited_or_best(self) -> set[int]:
+        """Return the steps whose evaluation runs, and the step of the best checkpoint."""
+        best = read_best(self._directory)
+        awaited = {each for each, score in self._scores.items() if score is None}
+        return awaited if best is None else awaited | {best[0]}
+
+    def stored(self, *, up_to: int | None = None) -> list[StoredCheckpoint]:
+        """Return the complete checkpoints, oldest first, or those up to a step.
+
+        Groups are kept for the last `keep_last` of them that are newer than those removed.
+        """
+        steps = {
+            step: path
+            for step, path in list_checkpoints(self._directory).items()
+            if up_to is None or step <= up_to
+        }
+        newest = max(steps, default=0)
+        last, special = self._last(steps, newest), self._awaited_or_best()
+        return [
+            StoredCheckpoint(
+                step=step,
+                path=f"{self._directory.name}/{path.name}",
+                must_stay=step == newest or step in special,
+                keeps_groups=step in last,
+            )
+            for step, path in steps.items()
+        ]
 
     def _check_space(self) -> None:
         saved = list_checkpoints(self._directory)

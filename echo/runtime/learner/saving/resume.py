@@ -5,7 +5,8 @@ groups that were accepted but not trained on up to that checkpoint. If such a gr
 trained on, it returns to the buffer. Otherwise it ends with a reason. Groups that were granted but
 not delivered become leases again. A worker that still has such a group claims it with its next
 heartbeat. If no worker claims the group, its lease expires and the group is granted again. All
-later checkpoints are deleted, because their steps do not belong to the new lineage.
+later checkpoints are deleted, because their steps do not belong to the new lineage. Files that the
+run was about to delete when it crashed are deleted, too.
 
 Damaged files are not used. If a checkpoint is damaged, the checkpoint before it is used, and the
 steps between the two are made again. A damaged group ends as "lost", and another group is granted.
@@ -28,7 +29,15 @@ from echo.core.records import Discarded
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 from echo.leases.book import LeaseBook
 from echo.records.files import write_file
-from echo.records.ledger import Began, Finished, LedgerQueue, has_begun, read_records, read_state
+from echo.records.ledger import (
+    GROUPS,
+    Began,
+    Finished,
+    LedgerQueue,
+    has_begun,
+    read_records,
+    read_state,
+)
 from echo.runtime.identity import Identity
 from echo.runtime.learner.saving.checkpoint import (
     CheckpointInfo,
@@ -36,6 +45,7 @@ from echo.runtime.learner.saving.checkpoint import (
     checkpoint_name,
     newest_name,
 )
+from echo.runtime.learner.saving.disk_limit import delete_entry, last_step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +70,8 @@ class StartingPoint:
     """Log lines, one for each group that could not be read from the ledger and ends as "lost"."""
     damage: tuple[str, ...] = ()
     """Texts of the faults of checkpoints newer than `checkpoint`, the newest first."""
+    removed: tuple[str, ...] = ()
+    """Paths that the last lineage has removed, or has not come to delete before its end."""
     uplinks: dict[str, float] = field(default_factory=dict)
     """Node id -> bytes per second that the node could send, as measured before."""
 
@@ -143,14 +155,33 @@ class SavedRun:
             open_attempts=history.granted,
             staleness_tokens=history.staleness_tokens,
             damage=() if found is None else found.damage,
+            removed=tuple(history.last_removed),
         )
+        self.checkpoints.removed_step = last_step(history.removed, before=info.step)
+        # A resume from an earlier checkpoint that is kept would train these groups again.
+        oldest_step = min(
+            (
+                each.step
+                for each in self.checkpoints.stored(up_to=info.step)
+                if each.keeps_groups and each.path not in history.last_removed
+            ),
+            default=info.step,
+        )
+        for group_id, (step, place) in history.trained.items():
+            if step > oldest_step:
+                self.ledger.hold(group_id, place, step=step)
         for group_id, place in sorted(history.waiting.items()):
             try:
                 group = self.ledger.load(group_id, place)
             except StorageError as error:
                 # For example, the user went back to an older checkpoint, and the group was freed
                 # before.
-                start.losses.append(str(error))
+                stored = f"{GROUPS}/{place.file}"
+                start.losses.append(
+                    f"group {group_id}: the run has removed {stored}"
+                    if stored in history.removed
+                    else str(error)
+                )
                 start.ends[group_id] = "lost"
                 continue
             if trims_stale:
@@ -175,15 +206,27 @@ class SavedRun:
         Raises:
             StorageError: if the ledger cannot be written.
         """
+        self._delete_again(start)
         self.ledger.append(Began(lineage=start.lineage, fork_step=start.step))
         for group_id, reason in start.ends.items():
             self.ledger.append(Discarded(group=group_id, reason=reason, step=start.step))
         self.ledger.sync()
         # Only after the sync: from now on the ledger never needs these files and steps.
-        self.ledger.free_unused()
+        self.ledger.free_unused(step=start.step)
         self.checkpoints.drop_later(start.step)
         if start.checkpoint is not None:
             self.checkpoints.saved_step = start.step
+
+    def _delete_again(self, start: StartingPoint) -> None:
+        """Delete what the last lineage has removed by its records, if it is still there.
+
+        If the newest checkpoints are damaged, the run may start from a checkpoint that was about to
+        be removed; this checkpoint and its groups stay.
+        """
+        self.ledger.delete_again(start.removed)
+        for path in start.removed:
+            if self.ledger.run_dir / path != start.checkpoint:
+                delete_entry(self.ledger.run_dir, path)
 
     def find_start(
         self,

@@ -58,8 +58,8 @@ class Rollback:
         to_step = self._checkpoints.newest_up_to(good_step)
         if to_step is None:
             self._log.error(
-                "no rollback: no checkpoint up to step %d is kept; raise checkpoint.keep_last or "
-                "lower checkpoint.interval_steps",
+                "no rollback: no checkpoint up to step %d is kept; raise checkpoint.keep_last (or "
+                "limits.run_dir_bytes), or lower checkpoint.interval_steps",
                 good_step,
             )
             return None

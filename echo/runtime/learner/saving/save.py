@@ -16,6 +16,7 @@ from echo.core.rollout import PolicyVersion
 from echo.records.ledger import LedgerQueue
 from echo.roles.learner import Learner
 from echo.runtime.learner.saving.checkpoint import Checkpoints
+from echo.runtime.learner.saving.disk_limit import DiskLimit
 from echo.runtime.learner.saving.resume import save_uplinks
 from echo.runtime.learner.versions.weights_check import WeightsCheck
 from echo.runtime.threads import Pool
@@ -35,6 +36,7 @@ class StateSaver:
         ledger: LedgerQueue,
         role: Learner,
         check: WeightsCheck,
+        limit: DiskLimit | None,
         *,
         run_dir: Path,
         trainer_pool: Pool,
@@ -44,11 +46,11 @@ class StateSaver:
         """Save the trainer's state, the ledger and the rates of uplinks that `role` knows.
 
         `trainer_pool` and `disk` are the threads that write. `check` knows whether weights hold
-        NaN.
+        NaN. `limit` removes what is old; it is None in a simulation, which has no files.
         """
         self._checkpoints = checkpoints
         self._trainer, self._ledger, self._role, self._check = trainer, ledger, role, check
-        self._run_dir = run_dir
+        self._limit, self._run_dir = limit, run_dir
         self._trainer_pool, self._disk = trainer_pool, disk
         self._log = log
 
@@ -96,6 +98,8 @@ class StateSaver:
 
         def write_checkpoint() -> int:
             ledger.sync()
+            if self._limit is not None:
+                self._limit.make_space(step=step)
             return checkpoints.save(self._trainer.save_state, lineage=lineage, step=step, now=now)
 
         try:
@@ -111,5 +115,7 @@ class StateSaver:
         await self._disk.run(record)
         save_rates = partial(save_uplinks, self._run_dir, role.plans.uplinks(), log=self._log)
         await self._disk.run(save_rates)
+        if self._limit is not None:
+            await self._trainer_pool.run(partial(self._limit.enforce, step=step))
         self._log.info("checkpoint of step %d saved", step)
         return None
