@@ -20,6 +20,7 @@ is one that waits. The causes that were named before the right one are kept.
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import multiprocessing
 import os
@@ -256,7 +257,10 @@ class RealRun:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return harness.read_rows(self.where / "run" / "metrics.jsonl")
+        """The rows of metrics that are whole."""
+        path = self.where / "run" / "metrics.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
