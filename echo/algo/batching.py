@@ -755,7 +755,7 @@ def collate(
     predictors = _predictors(samples, layout, is_token)
     mask = is_token & (predictors >= 0)
     if not score_all:
-        mask = padded([rollout.completion_mask for rollout in rollouts], np.bool_).numpy()
+        mask[is_token] = np.concatenate([rollout.completion_mask for rollout in rollouts])
     proximal = [
         sample.proximal_logprobs for sample in samples if sample.proximal_logprobs is not None
     ]
