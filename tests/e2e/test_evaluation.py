@@ -37,9 +37,15 @@ def test_workers_of_which_one_is_killed_give_the_scores_of_one_machine(
         )  # fmt: skip
     try:
         join = cluster.directory / "runs" / "eval" / "keys" / "join"
-        cluster.wait_for(join.exists, "the evaluation writes its join string")
+        what = "the evaluation writes its join string"
+        cluster.wait_for(join.exists, what, within_s=2 * WITHIN_S)  # it imports all that a fork has
         first, second = (
-            cluster.start("worker", name=name, env={ECHO_JOIN: join.read_text().strip()})
+            cluster.start(
+                "worker",
+                name=name,
+                settings={"batch.group_size": 1},  # the file has a run's
+                env={ECHO_JOIN: join.read_text().strip()},
+            )
             for name in ("w1", "w2")
         )
         cluster.wait_for(lambda: " of 32 answers, 2 workers" in log.read_text(), "some answers")
@@ -48,6 +54,7 @@ def test_workers_of_which_one_is_killed_give_the_scores_of_one_machine(
         output, _ = served.communicate(timeout=WITHIN_S)
     finally:
         served.kill()
+        served.wait()
     assert served.returncode == 0, log.read_text()
     cluster.finish(second)
     assert "w1 is silent" in log.read_text()
