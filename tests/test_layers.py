@@ -687,7 +687,7 @@ def test_a_planted_start_is_found(tmp_path: Path, what: str, module: str, lines:
     ],
 )
 def test_a_planted_whole_configuration_is_found(tmp_path: Path, lines: str) -> None:
-    places = ("runtime/relay", "runtime/worker/setup", "cli/node", "config/checks")
+    places = ("runtime/relay", "runtime/worker/setup", "cli/commands/node", "config/checks")
     known = {"config/schema": "class Config: pass", "config/load": ""}
     [found] = whole_configurations(plant(tmp_path, known | dict.fromkeys(places, lines)))
     assert re.match(r"runtime/relay\.py:[12]: echo\.config\.\S+ is for the set-ups", found)

@@ -146,7 +146,7 @@ def machine(tmp_path: Path) -> Machine:
     """A machine without a GPU, with an index that labels its CPU builds, and disk enough."""
     checkout, tools = tmp_path / "checkout", tmp_path / "tools"
     scripts = [f"bin/{name}" for name in SCRIPTS]
-    modules = [f"echo/cli/{name}.py" for name in COMMANDS]
+    modules = [f"echo/cli/commands/{name}.py" for name in COMMANDS]
     locks = [f"locks/{path.name}" for path in (REPOSITORY / "locks").iterdir()]
     for name in ("pyproject.toml", "echo/__init__.py", *locks, *scripts, *modules):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,10 @@ it is not dialled for QUARANTINE_S, unless it is the learner.
 If no parent of the plan serves a node, the node uses its **last resort**. It dials the addresses at
 which the learner may be. It fetches weights only if the process that answers is the learner. A plan
 may lack these addresses for two reasons. A learner that listens on a wildcard address does not know
-its own address, and a relay may have changed the plan. If the last resort fails as well, a
-quarantine ends after ALONE_S, because no other parent remains.
+its own address, and a relay may have changed the plan. Then the node dials its control peer, the
+node at the other end of its control connection. A firewall may let this node reach nothing else,
+and the learner does not know that when it plans. If the last resort fails as well, a quarantine
+ends after ALONE_S, because no other parent remains.
 """
 
 from __future__ import annotations
@@ -170,12 +172,16 @@ class Parents:
     def _hops(self) -> list[tuple[str, str]]:
         """The (node id, address) pairs to dial, in order.
 
-        First come the parents of the plan, and then the learner's other addresses as the last
-        resort. Then the parents of the plan come again, with a shorter quarantine.
+        First come the parents of the plan. Then come the learner's other addresses and the control
+        peer, as the last resort. Then the parents of the plan come again, with a shorter
+        quarantine.
         """
-        planned = {address for _, address in self._parents}
-        others = [each for each in self.learner_addresses if each not in planned]
-        return [*self._parents, *((LEARNER_ID, each) for each in others), *self._parents]
+        planned, control = {address for _, address in self._parents}, self.control
+        last = [(LEARNER_ID, each) for each in self.learner_addresses if each not in planned]
+        known = {LEARNER_ID, *(node_id for node_id, _ in self._parents)}
+        if control is not None and control.node_id and control.node_id not in known:
+            last.append((control.node_id, control.address))
+        return [*self._parents, *last, *self._parents]
 
     def _address(self, index: int, now: float) -> str:
         """Return the address at which to dial a hop; "" if it may not be dialled now."""
@@ -265,9 +271,11 @@ class Parents:
         if connection is None or connection.node_id:
             return []
         connection.node_id, connection.rtt_s = node_id, max(0.0, now - connection.greeted_at)
-        is_last_resort = len(self._parents) <= self._index < len(self._hops) - len(self._parents)
-        if connection is self.next and is_last_resort and node_id != LEARNER_ID:
-            return self.fail(connection, f"it is {node_id}, not the learner", now=now)
+        hops = self._hops
+        is_last_resort = len(self._parents) <= self._index < len(hops) - len(self._parents)
+        if connection is self.next and is_last_resort and node_id != hops[self._index][0]:
+            reason = f"it is {node_id}, not {hops[self._index][0]}"
+            return self.fail(connection, reason, now=now)
         if connection is self.spare:
             self.receiver.link.has_spare = True
             return []

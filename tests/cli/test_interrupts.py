@@ -58,7 +58,7 @@ def test_while_modules_are_imported_a_signal_ends_with_one_line(
     for name in ("rich", "pydantic", "uvloop"):
         (tmp_path / f"{name}.py").write_text(HEAVY)
     with subprocess.Popen(
-        [sys.executable, "-m", f"echo.cli.{command}", "--version"],
+        [sys.executable, "-m", f"echo.cli.commands.{command}", "--version"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

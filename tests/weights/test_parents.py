@@ -307,6 +307,23 @@ def test_weights_of_the_last_resort_are_the_learners_alone() -> None:
     assert link.receiver.link.peer is None
 
 
+def test_a_node_that_reaches_nothing_but_its_control_peer_fetches_there() -> None:
+    """A slow relay was taken out of the plan; the worker behind it cannot reach the learner."""
+    link = make_links(addresses=["tcp://r1:1"])
+    link.control = Connection("tcp://r1:1", peer="out0", node_id="r1")
+    assert dialled(follow(link, LEARNER)) == ["tcp://l:1"]
+    assert dialled(link.expire(now=3.0)) == ["tcp://r1:1"]
+    answer(link, "r1", now=3.1)
+    assert link.parent == "r1"
+    # The plan is repeated: the relay is kept while the learner is tried again.
+    assert dialled(follow(link, LEARNER, now=13.0)) == ["tcp://l:1"]
+    link.expire(now=16.0)
+    assert link.parent == "r1"
+    # If the relay fails, too, all are dialled again.
+    assert dialled(fail(link, "r1", now=20.0)) == []
+    assert dialled(link.expire(now=21.0)) == ["tcp://l:1"]
+
+
 def test_where_nobody_else_can_be_asked_a_quarantine_is_short() -> None:
     link = make_links(addresses=["tcp://r1:1"])
     link.control = Connection("tcp://r1:1", peer="out0", node_id="r1")
