@@ -162,10 +162,10 @@ class StepFootprint:
         the first layer, all gradients except that layer's exist. In later micro-batches all
         gradients exist.
 
-        On a GPU, the gradient of a tied head is kept in the type of the products until the gradient
-        of the embedding exists. Then both are added to the float32 gradient. On a CPU, a tied
-        embedding only adds rows to the head's gradient. There the process also keeps freed
-        activations until it grows again, and reuses their memory for the first gradients of layers.
+        The gradient of a tied head is kept in the type of the products until the gradient of the
+        embedding exists. Then both are added to the float32 gradient. On a CPU the process keeps
+        freed activations until it grows again, and reuses their memory for the first gradients of
+        layers.
         """
         one = "one layer or head"
         if not self.is_alone:
@@ -189,8 +189,7 @@ class StepFootprint:
         final = (4 + width) * facts.hidden_size * now.num_tokens
         for head in (forward, backward + waiting):
             yield {"gradients": before, "activations": kept + final, one: head}
-        waits = facts.is_tied and self.has_gpu  # whether the embedding's gradient is awaited
-        if not waits:
+        if not facts.is_tied:
             before += made
             added = max(0, waiting + cast - made)
             yield {"gradients": before, "activations": kept, one: added}
@@ -212,7 +211,7 @@ class StepFootprint:
                 held -= min(held, inner)
         both = width * outside * (2 if facts.is_tied else 1)
         added = max(both, width * outside + cast) - made
-        added = max(0, added) if waits or not facts.is_tied else 0
+        added = max(0, added)
         yield {"gradients": all_of_them, "activations": held, one: added}
 
     @property

@@ -76,7 +76,6 @@ from echo.train.models.compiling import MIN_STEPS, compile_layers
 from echo.train.models.flops import model_flops
 from echo.train.models.masters import Masters
 from echo.train.models.rows import RowRules
-from echo.train.models.tied_embedding import add_rows_in_place
 from echo.train.optimizer import OptimizerState
 from echo.train.ranks import sharded_model, sharding
 from echo.train.ranks.sharding import ALONE, Ranks, ShardedModel
@@ -273,9 +272,6 @@ class Policy:
             gradient_checkpointing=compute.gradient_checkpointing,
         )
         self._check_and_round()
-        if self._root is None and self.device.type == "cpu":
-            masters = self._masters
-            add_rows_in_place(self.model, lambda own: own if masters is None else masters.of(own))
         if compute.compile_layers and (layers := decoder_layers(self.model)):
             compile_layers(layers, must=compute.compile_layers is True)
 
