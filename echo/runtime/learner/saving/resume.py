@@ -34,6 +34,7 @@ from echo.records.ledger import (
     Began,
     Finished,
     LedgerQueue,
+    LedgerState,
     has_begun,
     read_records,
     read_state,
@@ -158,18 +159,28 @@ class SavedRun:
             removed=tuple(history.last_removed),
         )
         self.checkpoints.removed_step = last_step(history.removed, before=info.step)
-        # A resume from an earlier checkpoint that is kept would train these groups again.
+        self._hold_trained(history, step=info.step)
+        self._load_waiting(start, history, max_staleness=max_staleness, trims_stale=trims_stale)
+        return start
+
+    def _hold_trained(self, history: LedgerState, *, step: int) -> None:
+        """Keep the trained groups that a resume from an earlier kept checkpoint trains again."""
         oldest_step = min(
             (
                 each.step
-                for each in self.checkpoints.stored(up_to=info.step)
+                for each in self.checkpoints.stored(up_to=step)
                 if each.keeps_groups and each.path not in history.last_removed
             ),
-            default=info.step,
+            default=step,
         )
-        for group_id, (step, place) in history.trained.items():
-            if step > oldest_step:
-                self.ledger.hold(group_id, place, step=step)
+        for group_id, (trained_at, place) in history.trained.items():
+            if trained_at > oldest_step:
+                self.ledger.hold(group_id, place, step=trained_at)
+
+    def _load_waiting(
+        self, start: StartingPoint, history: LedgerState, *, max_staleness: int, trims_stale: bool
+    ) -> None:
+        """Add each accepted group without an end to the buffered groups, or to the ends."""
         for group_id, place in sorted(history.waiting.items()):
             try:
                 group = self.ledger.load(group_id, place)
@@ -185,18 +196,17 @@ class SavedRun:
                 start.ends[group_id] = "lost"
                 continue
             if trims_stale:
-                trimmed = trim_stale(group, step=info.step, max_staleness=max_staleness) or group
+                trimmed = trim_stale(group, step=start.step, max_staleness=max_staleness) or group
                 start.num_too_old_tokens += group.num_trained - trimmed.num_trained
                 group = trimmed
             fault = find_fault(
-                group, step=info.step, max_staleness=max_staleness, lineages=start.lineages
+                group, step=start.step, max_staleness=max_staleness, lineages=start.lineages
             )
             if fault is None:
                 start.buffered.append(group)
             else:
                 start.ends[group_id] = fault
                 start.num_too_old_tokens += group.num_trained if fault == "stale" else 0
-        return start
 
     def enter(self, start: StartingPoint) -> None:
         """Write a starting point's lineage to the ledger, once the run can begin.
