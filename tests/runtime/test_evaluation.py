@@ -32,6 +32,21 @@ SETTINGS: dict[str, Any] = {
     "batch": {"group_size": 4},
 }
 
+HASHED = """
+import zlib
+from echo.tasks.task import Example, Task
+
+class Hashed(Task):
+    is_bounded = True
+
+    def example(self, index, *, split):
+        return Example(index=index, split=split, prompt=f"{index % 10}+1=", answer="")
+
+    def reward(self, example, completion):
+        return zlib.crc32(completion.encode()) / 2**32
+"""
+"""Each answer has a reward of its own, so equal scores are equal answers."""
+
 HALF_BROKEN = """
 from echo.tasks.task import Example, Task
 
@@ -56,9 +71,9 @@ async def evaluation(run: Run, data: Data, **sections: dict[str, Any]) -> Evalua
     return assemble_evaluation(config, data, transport, weights, run.directory / "eval", log=LOG)
 
 
-def scored_here(run: Run, data: Data) -> EvalResult:
+def scored_here(run: Run, data: Data, **sections: dict[str, Any]) -> EvalResult:
     """Return the scores of the run's model by an evaluation on this machine."""
-    evaluator = build_evaluator(run.config("learner", **SETTINGS), data, log=LOG)
+    evaluator = build_evaluator(run.config("learner", **SETTINGS | sections), data, log=LOG)
     assert evaluator is not None
     result = evaluator.evaluate(VERSION, load_directory(run.model_dir, "float32"))
     assert result is not None
@@ -66,19 +81,27 @@ def scored_here(run: Run, data: Data) -> EvalResult:
 
 
 @pytest.mark.slow
-def test_workers_give_the_scores_of_one_machine(play: Play) -> None:
+def test_workers_give_the_scores_of_one_machine(
+    play: Play, write_task: Callable[[str, str], None]
+) -> None:
+    write_task("hashed", HASHED)
+    task = {"kind": "hashed:Hashed"}
+
     async def scenario(run: Run) -> None:
-        data = load_data(run.config("learner", **SETTINGS))
-        node = await evaluation(run, data)
-        workers = [await run.worker(f"w{i}", worker={"max_concurrent_rollouts": 2}) for i in (1, 2)]
+        data = load_data(run.config("learner", task=task, **SETTINGS))
+        node = await evaluation(run, data, task=task)
+        sections = {"task": task, "worker": {"max_concurrent_rollouts": 2}}
+        workers = [await run.worker(f"w{i}", **sections) for i in (1, 2)]
         async with running(node, *workers) as [learner, first, second]:
             while not node.role.counters["accepted"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             first.cancel()  # what it has begun, the other samples again
             assert await learner == "finished"
             assert await second == "the evaluation is finished"
-        assert node.result(VERSION) == scored_here(run, data)
-        assert len(node.result(VERSION).scores.rewards) == 18
+        here = scored_here(run, data, task=task)
+        assert node.result(VERSION) == here
+        assert len(here.scores.rewards) == 18
+        assert len(set(here.scores.rewards)) > 9
         assert node.engines == {"transformers float32"}
 
     play(scenario)
