@@ -14,7 +14,7 @@ from echo.core.errors import DataError
 from echo.core.rollout import PolicyVersion
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import load_directory
-from echo.runtime.learner.evaluation_node import EvaluationNode
+from echo.runtime.learner.evaluation_node import EvaluationNode, HeldoutGroups
 from echo.runtime.learner.setup import (
     Data,
     assemble_evaluation,
@@ -22,6 +22,7 @@ from echo.runtime.learner.setup import (
     load_data,
 )
 from echo.runtime.learner.versions.evaluation import EvalResult
+from echo.wire.messages import Lease
 from tests.runtime.harness import Play, Run, running
 
 LOG = logging.getLogger("test.evaluation")
@@ -82,26 +83,37 @@ def scored_here(run: Run, data: Data, **sections: dict[str, Any]) -> EvalResult:
 
 @pytest.mark.slow
 def test_workers_give_the_scores_of_one_machine(
-    play: Play, write_task: Callable[[str, str], None]
+    play: Play, write_task: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_task("hashed", HASHED)
+    granted: list[Lease] = []
+    lease_of = HeldoutGroups.lease
+
+    def lease(groups: HeldoutGroups, group_id: int, attempt: int) -> Lease:
+        granted.extend(lease_of(groups, group_id, again) for again in (attempt, attempt + 1))
+        return granted[-2]
+
+    monkeypatch.setattr(HeldoutGroups, "lease", lease)
     task = {"kind": "hashed:Hashed"}
 
     async def scenario(run: Run) -> None:
         data = load_data(run.config("learner", task=task, **SETTINGS))
         node = await evaluation(run, data, task=task)
-        sections = {"task": task, "worker": {"max_concurrent_rollouts": 2}}
+        sections: dict[str, Any] = {"task": task, "worker": {"max_concurrent_rollouts": 2}}
         workers = [await run.worker(f"w{i}", **sections) for i in (1, 2)]
-        async with running(node, *workers) as [learner, first, second]:
+        async with running(node, *workers) as [learner, first_worker, second]:
             while not node.role.counters["accepted"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            first.cancel()  # what it has begun, the other samples again
+            first_worker.cancel()  # what it has begun, the other samples again
             assert await learner == "finished"
             assert await second == "the evaluation is finished"
         here = scored_here(run, data, task=task)
         assert node.result(VERSION) == here
         assert len(here.scores.rewards) == 18
         assert len(set(here.scores.rewards)) > 9
+        # A lost answer would be sampled with the same seed by another worker.
+        first, again = granted[::2], granted[1::2]
+        assert [each.seed for each in first] == [each.seed for each in again]
         assert node.engines == {"transformers float32"}
 
     play(scenario)
