@@ -3,8 +3,10 @@
     python bench/bench_just_in_time.py --only grid --name grid [--rates 2.0]
     python bench/bench_just_in_time.py --only fleets --name fleets [--seeds 0 30]
 
-Each case runs on virtual time, twice: with `sync.eager` and without. `grid` gives six equal workers
-these shares of the required rate; `fleets` draws unequal fleets, of which some lose workers.
+Each case runs on virtual time with `sync.eager` and without, for several draws of the lengths of
+completions. A figure is the mean of the draws: the first group that is granted later changes the
+lengths of all later groups, so two runs of one draw differ by chance, too. `grid` gives six equal
+workers these shares of the required rate; `fleets` draws unequal fleets, and some lose workers.
 
 The staleness that is forced: a token that is sampled u steps before its batch is trained is sampled
 from the newest version that is installed by then,
@@ -21,7 +23,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from bench_rule import TRAIN_S, make_job, make_scenario
@@ -164,17 +166,22 @@ def draw_grid(
     return scenario, case
 
 
-def measure(scenario: Scenario, case: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a case, eager and just in time."""
+def measure(scenario: Scenario, case: dict[str, Any], num_draws: int) -> dict[str, Any]:
+    """Return the figures of a case, eager and just in time: means of `num_draws` draws."""
     job = scenario.job
     rate = case["rate"] * job.rollouts_per_step / TRAIN_S
+    draws = [
+        replace(scenario, settings=scenario.settings.model_copy(update={"seed": seed}))
+        for seed in range(scenario.settings.seed, 1000 * num_draws, 1000)
+    ]
     runs = {
-        name: _run(scenario, is_eager=is_eager)
+        name: [_run(draw, is_eager=is_eager) for draw in draws]
         for name, is_eager in (("eager", True), ("just_in_time", False))
     }
+    pairs = list(zip(runs["eager"], runs["just_in_time"], strict=True))
     tail = min(0.5, case["spread"]) * case["group_s"] / TRAIN_S
     window = max(1 / case["rate"], case["group_s"] / TRAIN_S) + tail
-    broadcast_s = runs["just_in_time"].broadcast_s
+    broadcast_s = fmean(run.broadcast_s for run in runs["just_in_time"])
     predicted = predict(
         job,
         rate=rate,
@@ -185,7 +192,14 @@ def measure(scenario: Scenario, case: dict[str, Any]) -> dict[str, Any]:
     return case | {
         "least": least_staleness(job.publish_period, broadcast_s / TRAIN_S, window),
         "predicted": predicted.mean_staleness,
-        **{name: _figures(run) for name, run in runs.items()},
+        **{name: _figures(of_draws) for name, of_draws in runs.items()},
+        "more_idle": _difference([late.idle_share - eager.idle_share for eager, late in pairs]),
+        "more_stale": _difference(
+            [
+                late.discarded.get("stale", 0) - eager.discarded.get("stale", 0)
+                for eager, late in pairs
+            ]
+        ),
     }
 
 
@@ -195,17 +209,22 @@ def _run(scenario: Scenario, *, is_eager: bool) -> Summary:
     return summarise(changed, Simulation(changed).run())
 
 
-def _figures(run: Summary) -> dict[str, Any]:
+def _figures(runs: list[Summary]) -> dict[str, Any]:
     return {
-        "staleness": run.mean_staleness,
-        "max_staleness": run.max_staleness,
-        "idle_share": run.idle_share,
-        "step_s": run.step_s,
-        "broadcast_s": run.broadcast_s,
-        "discarded": dict(run.discarded),
-        "thrown_away": run.thrown_away,
-        "is_complete": run.is_complete,
+        "staleness": fmean(run.mean_staleness for run in runs),
+        "max_staleness": max(run.max_staleness for run in runs),
+        "idle_share": fmean(run.idle_share for run in runs),
+        "step_s": fmean(run.step_s for run in runs),
+        "broadcast_s": fmean(run.broadcast_s for run in runs),
+        "stale_groups": fmean(run.discarded.get("stale", 0) for run in runs),
+        "thrown_away": fmean(run.thrown_away for run in runs),
+        "is_complete": all(run.is_complete for run in runs),
     }
+
+
+def _difference(values: list[float]) -> dict[str, float]:
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return {"mean": fmean(values), "standard_error": error}
 
 
 def show(row: dict[str, Any]) -> str:
@@ -220,7 +239,8 @@ def show(row: dict[str, Any]) -> str:
         f"least {row['least']:.2f} predicted {row['predicted']:.2f} "
         f"idle {eager['idle_share']:.3f} > {late['idle_share']:.3f} "
         f"thrown {eager['thrown_away']:.3f} > {late['thrown_away']:.3f} "
-        f"discarded {eager['discarded']} > {late['discarded']}"
+        f"stale groups {eager['stale_groups']:.1f} > {late['stale_groups']:.1f}, "
+        f"more idle {row['more_idle']['mean']:+.4f} ({row['more_idle']['standard_error']:.4f})"
     )
 
 
@@ -231,7 +251,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30))
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--steps", type=int, default=100)
-    options = parse(parser, seeds=(0, 2), rates=(2.0,), steps=40)
+    parser.add_argument("--draws", type=int, default=6, help="of the lengths, for each case")
+    options = parse(parser, seeds=(0, 2), rates=(2.0,), steps=40, draws=1)
     cases: list[tuple[str, tuple[Scenario, dict[str, Any]]]] = []
     if options.only != "fleets":
         cells = [(cell, rate) for rate in options.rates for cell in GRID]
@@ -241,9 +262,12 @@ def main() -> None:
         cases += [(f"fleet {seed}", draw_fleet(seed, options.steps)) for seed in seeds]
     rows: list[dict[str, Any]] = []
     for name, (scenario, case) in cases:
-        rows.append({"name": name} | measure(scenario, case))
+        rows.append({"name": name} | measure(scenario, case, options.draws))
         print(show(rows[-1]), flush=True)
-        save(f"just_in_time_{options.name}", {"steps": options.steps, "cases": rows})
+        save(
+            f"just_in_time_{options.name}",
+            {"steps": options.steps, "draws": options.draws, "cases": rows},
+        )
 
 
 if __name__ == "__main__":
