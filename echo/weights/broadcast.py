@@ -1,43 +1,42 @@
 """The weights plane: each node fetches weights from a parent and forwards them to children.
 
 Every node fetches weights, chunk by chunk, from one parent, and serves any number of children. The
-learner has no parent. It gets its versions by `publish`. A node has a **store** of items
+learner has no parent; `publish` adds its versions to its store. A node has a **store** of items
 (`store/store.py`). An item is one version in one form: the whole image, or an encoded version (a
 delta or a keyframe).
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when an Announce may be lost
-                              <-  Announce  the items here, and again when they change
-      Fetch(missing, credit)  ->            one item at a time
-                              <-  Segment   the tables of an encoded version, as they are signed
-                              <-  Chunk     one or more, ascending, as soon as they are held
+                              <-  Announce  the parent's items; repeated when they change
+      Fetch(missing, credit)  ->            chunks of one item at a time
+                              <-  Segment   each table of an encoded version, once it is signed
+                              <-  Chunk     one or more chunks, ascending, once held
       Credit(bytes)           ->            every quarter of the window
-                              <-  Waiting   the parent lives, and lacks that chunk (or version), too
+                              <-  Waiting   the parent is alive, but lacks the chunk or version
                               <-  Gone      the parent no longer has that item
 
 Rules
 
-* A parent announces an item as soon as this parent itself begins to fetch the item. Chains are
-  pipelined: a chunk is forwarded as soon as it has arrived and its hash has matched.
+* A parent announces an item as soon as the parent begins to fetch the item. Chains are pipelined: a
+  node forwards each chunk as soon as the chunk's hash has matched.
 * A node never stores or forwards a chunk that does not match the hash that the learner signed.
-* A chunk is held, forwarded and credited when it has been written. The write runs in a thread if it
-  may take long (`receiver.py`). So a slow disk slows down only the fetch of its own node.
+* A chunk is held, forwarded and credited when it has been written. A write that may take long runs
+  in a thread (`receiver.py`). So a slow disk delays only its own node.
 * A child takes the path with the fewest bytes to the newest version, and fetches the first item on
   this path. The item is the whole image, a keyframe, or a delta from a version that the child holds
   completely.
-* A newer version preempts the present fetch under two conditions. Less than half of the present
-  item has arrived. The direct path to the newer version costs no more bytes than the path through
-  the present item. A fetch is not preempted twice in a row. Otherwise a link slower than the pace
-  of publication would never complete a version.
+* A newer version preempts the present fetch only if less than half of the present item has arrived,
+  and the direct path to the newer version costs no more bytes than the path through the present
+  item. The fetch after a preemption is not preempted. Otherwise a link slower than the pace of
+  publication would never complete a version.
 * Lost messages are requested again. A child leaves a parent that is silent for too long
   (`link.py`), and turns to the spare parent. Without a spare parent the child repeats its request,
   and leaves the parent at the second silence. A child also leaves a parent that sends chunks with
-  wrong hashes, or that does not deliver an announced item (`watchdog.py`). Then (`ParentFailed`)
+  wrong hashes, or that does not deliver an announced item (`watchdog.py`). On `ParentFailed`,
   `parents.py` chooses another parent. The next Fetch names only the missing chunks.
-* If there is no space for an item, the node abandons the item, and tries it again with a backoff
-  (`receiver.py`).
-* A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets
-  what the parent has offered.
+* If there is no space for an item, the node retries the item with a backoff (`receiver.py`).
+* A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets the
+  parent's offers.
 
 `Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). They
 share the store and do not call each other. The receiver returns values for the sender, which are
@@ -88,16 +87,16 @@ from echo.wire.messages import (
 )
 
 GIVE_UP_STALLS = 4
-"""Multiple of stall_s for which a parent may lack a version that the learner has."""
+"""How long a parent may lack the learner's newest version, as a multiple of stall_s."""
 
 
 class Broadcast:
     """One node's part in the weights plane, as a child and as a parent.
 
-    A role passes in messages (`receive`), time (`expire`), results of work (`worked`), the
-    learner's newest version (`expect`) and the parent (`set_parent`). A learner's role also passes
-    in the versions that it makes (`publish`, `publish_segment`). Each of these methods returns
-    actions. `trust` needs the learner's key from the role.
+    A role calls `set_parent` with the parent, `receive` with messages, `expire` when time passes,
+    `worked` with results of work, and `expect` with the learner's newest version. A learner's role
+    also passes in its own versions (`publish`, `publish_segment`). Each of these methods returns
+    actions. Before a node can fetch, its role passes the learner's key to `trust`.
     """
 
     def __init__(
@@ -116,8 +115,8 @@ class Broadcast:
             window_bytes: number of bytes that this node requests ahead while the rate of the link
                 to its parent is unknown.
             stall_s: seconds for which a parent may be silent while the rate of the link is unknown.
-            keep_versions: number of complete versions to keep; at least 1. Children may fetch them,
-                and this node may fall back to an older one.
+            keep_versions: number of complete versions to keep; at least 1. Children may fetch these
+                versions, and this node may fall back to an older version.
             version_store: provides the memory of images; None for memory without a limit.
         """
         if window_bytes < 1 or keep_versions < 1 or stall_s <= 0:
@@ -181,7 +180,7 @@ class Broadcast:
 
     @property
     def payload(self) -> Chunked | None:
-        """The newest version of this node, which may be partial, in its smallest form.
+        """The smallest form of the newest version on this node, complete or partial.
 
         None if the node has no version.
         """
@@ -198,7 +197,7 @@ class Broadcast:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` must be called next; None if it need not be called."""
+        """Time of the next call of `expire`; None if no call is due."""
         return earliest(self.receiver.deadline, self._sender.deadline)
 
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
@@ -235,9 +234,8 @@ class Broadcast:
     def offer(self, image: bytearray, image_hash: bytes) -> None:
         """Offer an image that this machine has, such as the model's own weights.
 
-        The first version that a parent announces may have the same hash. Then the node uses this
-        image and does not fetch the version. Otherwise the node drops the image and fetches the
-        version.
+        If the first announced version has the same hash, the node uses this image instead of
+        fetching the version. Otherwise the node drops the image.
 
         Args:
             image: the bytes, in the layout of a version's image; the caller must not change them
@@ -258,8 +256,7 @@ class Broadcast:
         """Take over an image that an earlier process left on this machine, complete or partial.
 
         `frame` is the signed manifest, `storage` has the bytes, and `has_chunk` marks the correct
-        chunks. The manifest is verified again. If newer versions have arrived while the chunks were
-        hashed, `trust` may have forgotten it.
+        chunks. The signature of the manifest is verified again.
         """
         manifest = self.trust.manifest(version, frame)
         signed, _ = self.trust.manifests[version]
@@ -328,11 +325,11 @@ class Broadcast:
         return self.evict(now=now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
-        """Ask the parent for the learner's newest version, unless this node knows it.
+        """Ask the parent for the learner's newest version if this node lacks an offer of it.
 
-        The Announce of this version may be under way, or may have been lost. The node waits
-        GIVE_UP_STALLS * stall_s for the Announce of a newer version. If none arrives, the parent
-        has no space for the version, or its own links are broken. Then the node leaves it.
+        The Announce of this version may be under way, or may have been lost. If no newer version is
+        announced within GIVE_UP_STALLS * stall_s, the node leaves the parent: the parent has no
+        space for the version, or the parent's own links are broken.
         """
         held = self.newest_complete
         known = (self._store.newest_known, self.receiver.offers.newest)
@@ -394,7 +391,7 @@ class Broadcast:
     def tend(self, *, now: float) -> list[Action]:
         """Serve the children.
 
-        A node without a parent needs only this part of `expire`.
+        A node without a parent may call this method instead of `expire`.
         """
         return self._sender.expire(now)
 
@@ -431,7 +428,7 @@ class Broadcast:
         return actions
 
     def evict(self, *, now: float) -> list[Action]:
-        """Drop the items that neither this node nor any of its children needs."""
+        """Drop the items that are needed neither by this node nor by a child."""
         self._evicted_at = now
         self._sender.forget_silent(now)
         self.trust.retire(self.newest_complete, self.receiver.offers.items())

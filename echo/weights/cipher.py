@@ -6,30 +6,29 @@
     node with a key   decrypts an image's chunk when it is written, and a coded block's chunk when
                       the block is decoded
 
-So the links need not encrypt weights: the bytes of weights travel over sockets without CURVE
-(`net/zmq.py`), which takes far less CPU. All other messages, tables and keys included, use CURVE.
+Since chunks are encrypted, links carry them over sockets without CURVE (`net/zmq.py`), which takes
+far less CPU. All other messages, including tables and keys, use CURVE.
 
-**Keys.** The learner draws a key for each form of each version, in memory, and keeps no list of
-keys. A key travels beside the signature of the manifest or table that commits to it
-(`SignedManifest.key`). So the key arrives inside CURVE before the first chunk that needs it. A
-wrong key is refused before any chunk is decrypted. A resumed learner's versions have another
-lineage, with other names and keys.
+**Keys.** The learner draws a key for each form of each version, and keeps it only in memory. A
+manifest or table contains the hash of its key, and is sent together with the key
+(`SignedManifest.key`). So the key arrives inside CURVE before the first chunk. A wrong key is
+refused before any chunk is decrypted. After a resume, the learner's versions have new names and new
+keys.
 
-**Nonces** are the indices of chunks. A form of a version has a single content, and its key encrypts
-nothing else. So no nonce is used for two different texts.
+**Nonces** are the indices of chunks. A key encrypts one form of one version, whose content never
+changes. So no nonce is used for two different texts.
 
 **No tag.** The learner signs the hash of the encrypted chunk. A signed hash is stronger than GCM's
-tag, because every receiver has the key of the tag. Without a tag, an encrypted chunk is as long as
-the plain chunk.
+tag: every receiver has the key and could make a valid tag. Without a tag, an encrypted chunk is as
+long as the plain chunk.
 
-**At rest.** A node keeps an image decrypted, because engines read it and deltas are written over
-it. A second, encrypted image would cost as much memory as the model. If the image is on a disk,
-only the owner of its file can read the file. A requested chunk is encrypted again. Key, nonce and
-text are the same, so the result is the bytes that the learner has signed. Encrypted chunks that
-have just arrived or been made are kept for a while, for further children (`SentChunks`). If an
-image's memory may change, the hash is compared before a chunk is sent. A changed text must not be
-encrypted with the nonce of the signed text. Encoded versions are kept in memory encrypted, with
-their tables and therefore with their keys.
+**At rest.** A node keeps images decrypted, because engines read images and deltas are written over
+them. A second, encrypted image would cost as much memory as the model. The file of an image on disk
+is readable only by its owner. To send a chunk, the node encrypts the chunk again. Key, nonce and
+text are the same, so the result is the bytes that the learner has signed. Recent encrypted chunks
+are cached for further children (`SentChunks`). If an image's memory may change, a chunk's hash is
+compared before the chunk is sent, because a nonce must not encrypt a second text. Encoded versions
+are kept in memory encrypted, together with their tables and keys.
 
 With `security.curve = false` nothing is encrypted, and hashes are of the plain chunks.
 """
@@ -53,7 +52,7 @@ _COMMITMENT = "echo-rl 2026-11 key of one form of a version"
 _BLOCK_BYTES = 16
 _NONCE_BYTES = 12
 _FIRST_COUNTER = 2
-"""GCM's counter for a text's first block; counter 1 belongs to the tag."""
+"""GCM's counter of the first block of a text; counter 1 is reserved for the tag."""
 
 
 def hash_key(key: bytes) -> bytes:
@@ -65,14 +64,14 @@ def check_key(key: bytes, key_hash: bytes) -> None:
     """Check that a key has the hash that the learner has signed.
 
     Raises:
-        RemoteProtocolError: if the key is wrong, is missing, or is given although none is expected.
+        RemoteProtocolError: if the key is wrong, missing or unexpected.
     """
     if len(key) not in (0, KEY_BYTES) or hash_key(key) != key_hash:
         raise RemoteProtocolError("a key of a version that is not the one which the learner drew")
 
 
 def crypt(key: bytes, index: int, data: Frame, out: memoryview) -> None:
-    """Encrypt or decrypt a chunk; without a tag both are the same operation.
+    """Encrypt or decrypt a chunk: encryption and decryption are the same operation without a tag.
 
     Args:
         key: the key of the chunk's form and version, KEY_BYTES long.
@@ -90,7 +89,7 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """Where a run of encrypted bytes lies among a form's chunks, and their key."""
+    """Place of a run of encrypted bytes in the chunks of a form, and the key of the form."""
 
     key: bytes
     chunk: int
@@ -119,12 +118,13 @@ class Encrypted:
 
 
 SENT_BYTES = 8 << 20
-"""Number of bytes of encrypted image chunks that are kept. Few bytes are enough, because children
-that fetch the same item are only a few chunks apart (`weights/sender.py`)."""
+"""Largest size of the cache in bytes. Children that fetch the same item are only a few chunks apart
+(`weights/sender.py`), so a small cache is enough.
+"""
 
 
 class SentChunks:
-    """The newest encrypted chunks of images, up to SENT_BYTES."""
+    """A cache of recent encrypted image chunks, at most SENT_BYTES."""
 
     def __init__(self) -> None:
         """Start with no chunks."""
@@ -132,14 +132,14 @@ class SentChunks:
         self._num_bytes = 0
 
     def get(self, key: bytes, index: int) -> Frame | None:
-        """Return an encrypted chunk, or None if it is not kept.
+        """Return an encrypted chunk; None if the cache lacks the chunk.
 
-        `key` is the key of the chunk's form, and identifies this form.
+        `key`, the key of the chunk's form, identifies the form.
         """
         return self._frames.get((key, index))
 
     def add(self, key: bytes, index: int, frame: Frame) -> None:
-        """Keep an encrypted chunk that was verified; drop the oldest chunks above SENT_BYTES."""
+        """Add a verified encrypted chunk, and drop the oldest chunks above SENT_BYTES."""
         if (key, index) in self._frames:
             return
         self._frames[key, index] = frame

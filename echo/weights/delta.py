@@ -1,28 +1,29 @@
-"""Coding of blocks: a block is a run of an image's bytes, coded alone or as a delta.
+"""Coding of blocks. A block is a run of an image's bytes, coded alone or as a delta.
 
 Each block is coded on its own, so blocks can be coded, sent and decoded in any order and by several
-threads. The first byte of a coded block is its codec, the second the size of a word in bytes:
+threads. The first byte of a coded block names the codec. The second byte is the size of a word in
+bytes:
 
-| codec      | holds                                            | the shortest where       |
+| codec      | content                                          | the shortest if          |
 |------------|--------------------------------------------------|--------------------------|
 | UNCHANGED  | nothing (and no second byte)                     | nothing changed          |
 | CHANGES    | indices and small integer differences            | up to a third changed    |
 | DIFFERENCE | zig-zag differences of all words as byte planes  | nearly all changed: fp32 |
-| XOR        | exclusive or with the base as byte planes        | bits mean something else |
+| XOR        | exclusive or with the base as byte planes        | words are not numbers    |
 | PLANES     | the words as byte planes, no base                | keyframes, another model |
 | RAW        | the bytes (and no second byte)                   | noise                    |
 
 A byte plane consists of the bytes at one position in every word. The exponents of floats have
-similar values and pack well. Mantissas do not, and are stored unchanged. Bytes after the last whole
-word follow at the end.
+similar values and compress well. Mantissas do not compress, and are stored unchanged. The bytes
+after the last whole word are stored at the end.
 
 All arithmetic is on bit patterns as integers, little-endian like the image, so every value is
 restored bit for bit. Coding is deterministic for a given version of zstd: all nodes that code the
 same block produce the same bytes.
 
 The encoder does not try all codecs. It counts the changed words first. If at most a fifth of the
-words have changed, CHANGES is within 5 % of the shortest codec. This holds whatever the size of the
-changes. If more have changed, samples from the whole block decide.
+words have changed, CHANGES is within 5 % of the shortest codec, however large the changes are. If
+more words have changed, samples from the whole block decide.
 
 The decoder compares every length with the size of the block before it allocates memory. For an
 honest block the decoder allocates a few times the size of the block. For a malicious block it
@@ -75,9 +76,9 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
-    """Return each contiguous array as two parts: its stream's length, then its stream.
+    """Return each contiguous array as two parts: the length of a stream, and the stream.
 
-    The stream is the packed bytes of the array, or the plain bytes if packing saves nothing.
+    The stream has the compressed bytes of the array, or the plain bytes if those are not longer.
     """
     # A new compressor costs only 10 us, so each call makes one and threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
@@ -90,21 +91,21 @@ def pack_streams(*streams: Bytes) -> list[bytes]:
 
 
 def planes_of(words: Words) -> list[Bytes]:
-    """Return the byte planes of words, the plane of the least significant bytes first."""
+    """Return the byte planes of words, beginning with the least significant bytes."""
     planes = words.view(np.uint8).reshape(-1, words.itemsize)
     return [np.ascontiguousarray(planes[:, plane]) for plane in range(words.itemsize)]
 
 
 def pack_planes(words: Words) -> list[bytes]:
-    """Return words as one stream for each byte plane."""
+    """Return one stream for each byte plane of the words."""
     return pack_streams(*planes_of(words))
 
 
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
-    """Copy `data` to `out`, which has the same length, without holding the GIL.
+    """Copy `data` to `out`, of the same length, without holding the GIL.
 
-    A slice assignment would hold the GIL. If `out` is a mapped file, the kernel may make the writer
-    wait. Then all threads would wait for the GIL.
+    A slice assignment would hold the GIL. If `out` is a mapped file, the kernel may block the
+    writer, and all other threads would wait for the GIL.
     """
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
@@ -112,7 +113,7 @@ def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
 class BlockReader:
     """Reads the fields of a coded block.
 
-    A field that does not fit the block raises RemoteProtocolError.
+    The methods raise RemoteProtocolError if a field does not fit the block.
     """
 
     def __init__(self, coded: memoryview) -> None:
@@ -128,7 +129,7 @@ class BlockReader:
         return taken
 
     def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
-        """Return the next fields, which have this layout."""
+        """Return the next fields, read by the format `layout`."""
         return layout.unpack(self.take(layout.size))
 
     def stream(self, size: int) -> Bytes:
@@ -142,7 +143,7 @@ class BlockReader:
         return np.frombuffer(stored, np.uint8)
 
     def planes(self, count: int, word_bytes: int) -> Words:
-        """Return `count` words of `word_bytes`, read from their byte planes."""
+        """Return `count` words of `word_bytes` bytes each, read from the next byte planes."""
         words = np.empty((count, word_bytes), np.uint8)
         for plane in range(word_bytes):
             words[:, plane] = self.stream(count)
@@ -205,11 +206,10 @@ _ESCAPE = 15
 
 
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
-    """Return whether more than `limit` words differ; False may be an estimate.
+    """Return whether more than `limit` words differ. The result False may be an estimate.
 
-    If samples suggest that at most half of `limit` words differ, the result is False without a
-    count. A count would take a pass over both blocks, and the caller searches for the changes in
-    any case.
+    If samples suggest that at most half of `limit` words differ, the words are not counted. This
+    saves a pass over both blocks.
     """
     every = _SAMPLE_STRIDE
     if every * np.count_nonzero(old[::every] != new[::every]) <= limit // 2:
@@ -237,12 +237,11 @@ def has_changed_little(old: memoryview, new: memoryview) -> bool:
 
 
 def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
-    """Return the indices of changed words, in order, their differences and their old values.
+    """Return the ascending indices, the differences and the old values of the changed words.
 
-    Differences are modulo the word's size. If few words differ, most of the time is spent on the
-    search. The comparison yields a byte for each word. Eight of these bytes are read as one number,
-    and only nonzero numbers are examined. This is twice as fast as a search for nonzero bytes. The
-    search works on pieces that fit into the caches, which saves a sixth of the time.
+    A difference is new minus old, modulo the size of a word. The comparison yields a byte for each
+    word. Eight of these bytes are read as one number, and only nonzero numbers are examined. This
+    is twice as fast as a search for nonzero bytes.
     """
     size = max(8, min(_PIECE_BYTES // new.itemsize, -(-new.size // 8) * 8))
     differs = np.zeros(size, np.bool_)
@@ -266,13 +265,13 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
 def gather(values: npt.NDArray[Any], where: Indices) -> npt.NDArray[Any]:
     """Return the values at these indices, which must be valid.
 
-    The indices are clipped, because numpy does this check fastest.
+    The indices are clipped, because clipping is numpy's fastest check of indices.
     """
     return np.take(values, where, mode="clip")
 
 
 def zigzag(difference: Words) -> Words:
-    """Return 0, 1, 2, 3, 4 ... for differences of 0, -1, 1, -2, 2 ..."""
+    """Return 0, 1, 2, 3, 4 ... for the differences 0, -1, 1, -2, 2 ..."""
     signed = difference.view(f"i{difference.itemsize}")
     number: Words = difference << 1
     number ^= (signed >> (8 * difference.itemsize - 1)).view(difference.dtype)
@@ -280,7 +279,7 @@ def zigzag(difference: Words) -> Words:
 
 
 def unzigzag(number: Words) -> Words:
-    """Return the differences that these numbers stand for: the inverse of zigzag()."""
+    """Return the differences from their zig-zag numbers: the inverse of `zigzag`."""
     sign: Words = number & 1
     np.negative(sign, out=sign)
     difference: Words = number >> 1
@@ -339,7 +338,7 @@ def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[
 
 
 def _pack_gaps(where: Indices) -> Bytes:
-    """Return the gap before each change as one byte, with escapes for large gaps."""
+    """Return the number of unchanged words before each change; byte 255 extends the next byte."""
     gaps = where.copy()
     np.subtract(where[1:], where[:-1], out=gaps[1:])
     gaps[1:] -= 1
@@ -360,7 +359,7 @@ def _unpack_gaps(packed: Bytes) -> Indices:
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return byte -> the two differences that the byte stands for, as an array."""
+    """Return an array that has, for each byte, the two differences that the byte encodes."""
     byte = np.arange(256, dtype=f"<u{word_bytes}")
     nibbles = np.stack([byte & 15, byte >> 4], axis=1)
     steps = np.where(nibbles == _ESCAPE, 0, unzigzag(nibbles + 1)).astype(byte.dtype)
@@ -374,8 +373,9 @@ _STEPS = {word_bytes: _step_table(word_bytes) for word_bytes in (1, 2, 4)}
 WordBytes: TypeAlias = Literal[1, 2, 4]
 
 BLOCK_BYTES = 4 << 20
-"""Number of image bytes of a block. A block fits into the caches, and is so large that its headers
-hardly count."""
+"""Number of image bytes of a block. A block fits into the CPU's caches, and is large compared with
+its headers.
+"""
 
 UNCHANGED, RAW, CHANGES, DIFFERENCE, XOR, PLANES = range(6)
 
@@ -389,7 +389,7 @@ _Coder: TypeAlias = Callable[[Words, Words], list[bytes]]
 
 
 def block_bytes_of(chunk_bytes: int) -> int:
-    """Return the size of a block, a whole number of chunks, in bytes."""
+    """Return the size of a block in bytes, a multiple of `chunk_bytes`."""
     return max(1, BLOCK_BYTES // chunk_bytes) * chunk_bytes
 
 
@@ -399,8 +399,7 @@ class CodedBlock:
 
     coded: bytes
     old_hash: bytes
-    """BLAKE3-256 hash of the bytes that the block replaces: the changed words and the tail, or the
-    whole block."""
+    """BLAKE3-256 hash of the replaced bytes: the changed words and the tail, or the whole block."""
 
 
 def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBytes) -> bytes:
@@ -409,8 +408,8 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
     Args:
         base: the same block in the version that the receiver holds; None to code the block alone.
         new: the bytes of the block, of any length.
-        word_bytes: size of the floats in the block, in bytes; 1 if the block does not consist of
-            floats, or its contents are unknown.
+        word_bytes: size of the floats in the block, in bytes; 1 if the block has no floats or
+            unknown contents.
 
     Raises:
         LocalProtocolError: if the base and the block differ in length.
@@ -424,7 +423,7 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
 def code_block(
     base: memoryview | None, new: memoryview, block: tuple[int, int, WordBytes]
 ) -> CodedBlock:
-    """Return the coded form of one block of an image, with the hash of the replaced bytes.
+    """Code one block of an image; return the coded block with the hash of the replaced bytes.
 
     Args:
         base: the image of the version that the receiver holds; None to code the block alone.
@@ -438,7 +437,7 @@ def code_block(
 
 
 def encode_delta(base: memoryview, new: memoryview, *, word_bytes: WordBytes) -> CodedBlock:
-    """Return a block coded as a delta, with the hash of the replaced bytes.
+    """Code a block as a delta; return the coded block with the hash of the replaced bytes.
 
     The arguments are those of `encode_block`.
     """
@@ -467,17 +466,17 @@ def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, ne
 
 
 def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the hash of the replaced words, in order, and of the tail."""
+    """Return one hash of the replaced words, in order, followed by the tail."""
     return blake3(words.view(np.uint8).data).update(tail).digest()
 
 
 def most_sparse(num_words: int) -> int:
-    """Return how many words of a sparse block may have changed."""
+    """Return the largest number of changed words that a sparse block may have."""
     return int(SPARSE_SHARE * num_words)
 
 
 def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the coded form of a block whose changes are known and sparse.
+    """Return the coded form of a block from its known, sparse changes.
 
     Args:
         where: indices of the changed words, increasing.
@@ -489,28 +488,28 @@ def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes =
 
 @dataclass(frozen=True, slots=True)
 class BlockPatch:
-    """The changes that a delta makes to a block, with the old words to undo them."""
+    """The changes that a delta makes to a block, and the old words, to undo the changes."""
 
     where: Indices | None
     """Indices of the changed words, increasing; None if the whole block is replaced."""
     old: Words
     new: Words
     old_tail: bytes
-    """The old bytes after the last whole word."""
+    """The bytes after the last whole word, before the change."""
     new_tail: bytes
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the arrays of this patch."""
+        """Size of the arrays of this patch, in bytes."""
         positions = 0 if self.where is None else self.where.nbytes
         return positions + self.old.nbytes + self.new.nbytes
 
     def write(self, block: memoryview) -> None:
-        """Write the new words into the block; a second call changes nothing."""
+        """Write the new words into the block. The method may be called again."""
         _write(block, self.where, self.new, self.new_tail)
 
     def take_back(self, block: memoryview) -> None:
-        """Write the old words into the block, even if it has them already."""
+        """Write the old words into the block. The method may be called before `write`."""
         _write(block, self.where, self.old, self.old_tail)
 
 
@@ -527,10 +526,10 @@ _NOTHING = np.empty(0, np.int64)
 
 
 def open_block(coded: memoryview, base: memoryview, old_hash: bytes) -> BlockPatch:
-    """Return a coded block's changes to its base, without writing the base.
+    """Return the changes that a coded block makes to its base; the base is not written.
 
     Args:
-        coded: the coded block, as `encode_delta` makes it; it may be any bytes from the network.
+        coded: the result of `encode_delta`, or any bytes from the network.
         base: the same block in the base.
         old_hash: the hash that the replaced bytes must have.
 
@@ -567,7 +566,7 @@ def decode_block(coded: memoryview, base: memoryview | None, out: memoryview) ->
     """Decode a block, and write all its bytes to `out`.
 
     Args:
-        coded: the coded block, as `encode_block` makes it; it may be any bytes from the network.
+        coded: the result of `encode_block`, or any bytes from the network.
         base: the same block in the base; None without a base.
         out: memory of the block's length, which must not overlap the base.
 
@@ -635,7 +634,7 @@ def _assembled(codec: int, parts: list[bytes], word_bytes: int, tail: memoryview
 
 
 def _no_longer(coded: bytes, new: memoryview) -> bytes:
-    """Return the coded block, or the block coded RAW if that is shorter."""
+    """Return the shorter of the coded block and the block coded RAW."""
     return coded if len(coded) <= len(new) else b"".join([bytes([RAW]), new])
 
 
@@ -659,12 +658,12 @@ _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def word_bytes_of(tensors: Sequence[TensorSpec], start: int, stop: int) -> WordBytes:
-    """Return the size of word that codes the bytes in [start, stop) of an image.
+    """Return the size of the words by which to code the bytes in [start, stop) of an image.
 
-    A block may span tensors of several dtypes, but is coded with one size of word. This is the size
-    of the floats that take the largest share of the bytes. If two sizes have equal shares, it is
-    the larger one. Tensors of dtypes that are not floats count as words of 1 byte. The size affects
-    only the coded length, not the decoded content.
+    A block may span tensors of several dtypes, but is coded with one size of word: the size whose
+    tensors take the largest share of the bytes. Of two equal shares, the larger size wins. Tensors
+    without floats count as words of 1 byte. The size affects only the coded length, not the decoded
+    content.
 
     Args:
         tensors: places of the tensors in the image, in order of offset.

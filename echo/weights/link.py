@@ -1,7 +1,7 @@
-"""The link to the parent: its states, credit window and patience.
+"""The link to the parent: the states, the credit window and the timeout.
 
-**States** (`TABLE`). `disconnect` leads from every state to alone. An event that is not named for a
-state leaves the state unchanged.
+**States** (`TABLE`). `disconnect` leads from every state to alone. In each state, all events that
+the table does not name are ignored.
 
     alone             --connect--> idle
     idle              --subscribe--> subscribed        --fetch--> requested
@@ -22,27 +22,28 @@ state leaves the state unchanged.
                       --silence--> requested_again     --silence_with_spare--> alone
                       --complete--> idle
 
-**Credit and backpressure.** The window limits how many bytes may be under way or wait to be
-written. Its size is 1.5 x rate x round trip + 2 chunks for each connection. A long link has several
-connections (`echo/net/zmq.py`). The rate is the measured rate of this link. So the window grows by
-half with each round trip until the link is full, and shrinks with the rate.
+**Credit and backpressure.** The window limits the bytes that are under way or wait to be written.
+The size of the window is 1.5 x rate x round trip + 2 chunks for each connection, at the measured
+rate of this link. A long link has several connections (`echo/net/zmq.py`). The window grows by half
+with each round trip until the link is full, and shrinks with the rate.
 
-**Timeout.** The node may await a message of the parent. The parent counts as silent if neither a
-chunk nor a Waiting arrives for `patience_s`. `patience_s` is the longest of three times: four round
-trips, four chunks at the measured rate, and three times the longest gap between two recent chunks.
-Such gaps occur if many children share an uplink. If there is a spare parent, the node leaves its
-parent at the first silence. Without a spare parent the node repeats its request once, and leaves
-the parent at the second silence. These rules change or bound `patience_s`:
+**Timeout.** While the node awaits a message, the parent counts as silent after `patience_s` without
+a chunk or a Waiting. `patience_s` is the longest of three times: four round trips, four chunks at
+the measured rate, and three times the longest gap between two recent chunks. Gaps occur if many
+children share an uplink. If there is a spare parent, the node leaves its parent at the first
+silence. Without a spare parent the node repeats its request once, and leaves the parent at the
+second silence. These rules change or bound `patience_s`:
 
 * At least MIN_PATIENCE_S with a spare parent.
-* At least the configured time without a spare parent. The same limit holds for the first chunk
-  after a request, because all children request this chunk at the same time.
-* The configured time while the rate of the link is unknown. This time doubles with each parent that
-  the node leaves because of a silence. Otherwise a slow link would never deliver a chunk.
-* A parent that itself waits for the item announces when it will send its next Waiting. This Waiting
-  may arrive up to PROMISE_GRACE_S later.
-* No limit while a chunk of the link is being written. If the disk is slower than the link, the
-  parent has no credit and cannot send.
+* At least the configured time without a spare parent, and for the first chunk after a request: all
+  children request that chunk at the same time.
+* While the rate of the link is unknown, `patience_s` is the configured time. This time doubles with
+  each parent that the node leaves because of a silence. Otherwise a slow link would never deliver a
+  chunk.
+* Each Waiting announces the time of the next Waiting. The next Waiting may arrive up to
+  PROMISE_GRACE_S after that time.
+* There is no limit while a chunk is being written. If the disk is slower than the link, the parent
+  has no credit and cannot send.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ from echo.weights.rates import RateEstimate
 # --- window ---------------------------------------------------------------------------------------
 
 LOOP_S = 0.001
-"""Seconds that a busy node takes to answer, in addition to the round trip of the network."""
+"""Seconds that a busy node needs to answer, added to the round trip of the network."""
 
 
 def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int) -> int:
-    """Return how many bytes a receiver should have requested at any time.
+    """Return the size of the credit window: the bytes that a receiver should have requested.
 
     One bandwidth-delay product keeps the link full. Half a product more lets the estimated rate
-    grow if the window itself is the limit. The window has two more chunks for each connection,
-    because a chunk is being handled at each end. A long link has several connections. A larger
-    window would fill the queue of a slow uplink and delay later messages.
+    grow if the window itself is the limit. Each connection adds two chunks, because a chunk is
+    being handled at each end. A larger window would fill the queue of a slow uplink and delay later
+    messages.
 
     Args:
         rate: bytes per second of this link; None if not measured yet.
@@ -84,7 +85,7 @@ def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, f
 
 
 class LinkState(StrEnum):
-    """The state of a link: what the node awaits from its parent."""
+    """The state of a link: the message that the node awaits from its parent."""
 
     ALONE = "alone"
     """The node has no parent."""
@@ -93,23 +94,22 @@ class LinkState(StrEnum):
     SUBSCRIBED = "subscribed"
     """The node awaits the answer to Subscribe."""
     SUBSCRIBED_AGAIN = "subscribed_again"
-    """The node awaits the answer to Subscribe, after it has repeated the message because of a
-    silence."""
+    """The node has repeated Subscribe because of a silence, and awaits the answer."""
     REQUESTED = "requested"
-    """The node awaits chunks, and none has arrived since the request."""
+    """The node awaits the first chunk after a Fetch."""
     REQUESTED_AGAIN = "requested_again"
-    """The node awaits chunks, after it has repeated the request because of a silence."""
+    """The node has repeated Fetch because of a silence, and awaits chunks."""
     FETCHING = "fetching"
     """The node awaits further chunks."""
     WAITING = "waiting"
-    """The node awaits chunks which the parent itself awaits."""
+    """The node awaits chunks that the parent has not received yet."""
 
 
 class LinkEvent(StrEnum):
-    """What can happen on the link to a parent."""
+    """An event on the link to a parent."""
 
     CONNECT = "connect"
-    """The node has a new parent, which has answered."""
+    """The node has a new parent."""
     DISCONNECT = "disconnect"
     """The parent is lost, or the node leaves it."""
     SUBSCRIBE = "subscribe"
@@ -131,7 +131,7 @@ class LinkEvent(StrEnum):
 
 
 def _row(state: LinkState, moves: dict[LinkEvent, LinkState]) -> dict[LinkEvent, LinkState]:
-    """Return the next state for each event; other events leave the state unchanged."""
+    """Return the next state for each event; events that `moves` lacks leave the state unchanged."""
     return {event: moves.get(event, state) for event in LinkEvent}
 
 
@@ -189,25 +189,29 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
-"""A parent that waits for the item may send its next Waiting this many seconds late."""
+"""Number of seconds by which a Waiting may arrive later than announced."""
 MAX_PROMISE_S = 2.0
-"""Longest time, in seconds, that a parent may announce until its next Waiting. If a parent
-announces a longer time, the node counts only this time."""
+"""Longest accepted time, in seconds, that a Waiting may announce until the next Waiting. A longer
+time is replaced by this one.
+"""
 GAP_MEMORY = 0.98
-"""If a chunk arrives after a shorter gap than the longest, the longest gap is multiplied by this
-factor. So old gaps are forgotten."""
+"""With each chunk, the recorded longest gap is multiplied by this factor, so that old gaps are
+forgotten.
+"""
 MAX_WINDOW_BYTES = 64 << 20
-"""Largest number of bytes that a parent may have to queue for one child."""
+"""Largest credit window in bytes: a parent may have to queue this number of bytes for one child."""
 MAX_WRITING_WINDOWS = 4
-"""Largest number of a link's bytes that wait to be written, as a multiple of MAX_WINDOW_BYTES. The
-factor exceeds 1, because the chunks of a first request may still arrive after the request was
-repeated."""
+"""Largest number of bytes of a link that may wait to be written, as a multiple of MAX_WINDOW_BYTES.
+The factor exceeds 1, because the chunks of a repeated request may arrive twice.
+"""
 MAX_DOUBLINGS = 4
-"""Largest number of times that the patience is doubled while the rate of the link is unknown. The
-longest patience is then 16 times the configured time."""
+"""Largest number of doublings of `patience_s` while the rate of the link is unknown. The longest
+`patience_s` is then 16 times the configured time.
+"""
 MAX_BAD_CHUNKS = 3
-"""After this many chunks with a wrong hash the node leaves the parent. A single wrong chunk may
-come from a memory error."""
+"""Number of chunks with a wrong hash after which the node leaves the parent. A single wrong chunk
+may come from a memory error.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,22 +234,25 @@ class ParentLink:
     state: LinkState = LinkState.ALONE
     peer: str | None = None
     has_spare: bool = False
-    """Whether the node has a spare parent, and so leaves this one at its first silence."""
+    """Whether there is a spare parent. If there is, the node leaves the parent at the first
+    silence.
+    """
     rtt_s: float | None = None
     rate: RateEstimate = field(default_factory=RateEstimate)
     window: int = 0
     unspent_bytes: int = 0
     """Number of bytes written since this node last gave credit."""
     writing_bytes: int = 0
-    """Number of bytes that are being written, for which no credit was given yet."""
+    """Number of bytes that have arrived and are not written yet."""
     progress_at: float = 0.0
     longest_gap_s: float = 0.0
-    """Longest gap between two recent chunks, seconds."""
+    """Longest gap between two recent chunks, in seconds."""
     promised_s: float = 0.0
-    """Seconds to the next Waiting, as the parent announced in its last Waiting; 0 if the parent
-    does not wait itself."""
+    """Seconds until the next Waiting, as the last Waiting announced; 0 if the parent is sending
+    chunks.
+    """
     num_failures: int = 0
-    """Number of silent parents that this node has left since it last measured a rate."""
+    """Number of silent parents that this node has left since the last measurement of a rate."""
     num_bad_chunks: int = 0
 
     def _move(self, event: LinkEvent) -> None:
@@ -262,7 +269,7 @@ class ParentLink:
         return self.state in _AWAITS_CHUNKS
 
     def connect(self, peer: str | None, *, rtt_s: float | None) -> None:
-        """Make `peer`, which has answered, the parent; None for no parent."""
+        """Set the parent; None for no parent. The peer must have answered."""
         self._move(LinkEvent.DISCONNECT)
         if peer is not None:
             self._move(LinkEvent.CONNECT)
@@ -285,9 +292,9 @@ class ParentLink:
         self._move(LinkEvent.MESSAGE)
 
     def fetch(self, *, now: float) -> int:
-        """Note that this node sends Fetch; return the credit that it gives.
+        """Note that this node sends Fetch; return the credit to put into the Fetch.
 
-        The credit is the window minus the bytes of any item that are still being written.
+        The credit is the window minus all bytes that are still being written.
         """
         self._move(LinkEvent.FETCH)
         self.window = self.window or self.first_window_bytes
@@ -299,7 +306,7 @@ class ParentLink:
     def has_space(self, num_bytes: int) -> bool:
         """Return whether `num_bytes` more may wait to be written.
 
-        The limit is far above the bytes that a parent may send within its credit.
+        The limit is far above the credit of a parent.
         """
         return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * MAX_WINDOW_BYTES
 
@@ -309,7 +316,7 @@ class ParentLink:
         return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
     def received(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk has arrived, which will be verified and written."""
+        """Note that a chunk has arrived. The caller then verifies and writes the chunk."""
         gap_s = 0.0 if self.rate.is_paused else now - self.progress_at
         self.longest_gap_s = max(gap_s, GAP_MEMORY * self.longest_gap_s)
         self.lives(now=now)
@@ -321,13 +328,13 @@ class ParentLink:
     def released(self, num_bytes: int, *, now: float) -> None:
         """Note that a chunk was written or discarded.
 
-        The silence of the parent is counted from now.
+        From now on, a silence of the parent is counted again.
         """
         self.writing_bytes -= num_bytes
         self.progress_at = now
 
     def took(self, num_bytes: int, *, chunk_bytes: int) -> tuple[int, int]:
-        """Note that a chunk of `num_bytes` is held; return (bytes to acknowledge, credit to give).
+        """Note that this node holds a chunk; return (bytes to acknowledge, credit to give).
 
         Both numbers are 0 until the bytes to acknowledge are a quarter of the window.
         """
@@ -346,19 +353,19 @@ class ParentLink:
         self.progress_at, self.promised_s = now, 0.0
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits for the item, and sends the next Waiting within `again_s`."""
+        """Note a Waiting of the parent, which announces the next Waiting within `again_s`."""
         self._move(LinkEvent.WAITS)
         self.progress_at = now
         self.promised_s = min(again_s, MAX_PROMISE_S)  # a longer time is not accepted
         self.rate.pause()
 
     def complete(self) -> None:
-        """Note that the node awaits no further part of the item."""
+        """Note that all parts of the item have arrived, or that the fetch was stopped."""
         self._move(LinkEvent.COMPLETE)
         self.rate.pause()
 
     def silence(self, *, now: float) -> bool:
-        """Note that the parent was silent for too long; return whether to leave it."""
+        """Note that the parent was silent for too long; return whether to leave the parent."""
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
         is_left = TABLE[self.state][event] is LinkState.ALONE
         if is_left:
@@ -369,7 +376,7 @@ class ParentLink:
         return is_left
 
     def patience_s(self, chunk_bytes: int) -> float:
-        """Return how many seconds the parent may be silent before the node reacts."""
+        """Return the longest accepted silence of the parent, in seconds."""
         usual = self._usual_patience_s(chunk_bytes)
         promised = self.promised_s + PROMISE_GRACE_S if self.promised_s else 0.0
         return usual if usual > promised else promised
@@ -388,9 +395,9 @@ class ParentLink:
         return longest if longest < most else most
 
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
-        """Return for how many seconds the parent has been silent.
+        """Return the length of the parent's present silence, in seconds.
 
-        If the node has repeated its request because of a silence, that silence is included.
+        The silence before a repeated request is included.
         """
         was_asked_again = self.state in _ASKED_AGAIN
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again

@@ -1,21 +1,21 @@
 """The manifest of a version: its tensors, the hashes of its chunks, the learner's signature.
 
-A version is one byte image: all its tensors one after the other. The image is divided into chunks
-of equal size (the last may be shorter). The manifest lists the tensors and the BLAKE3 hash of each
-chunk. The hash of the manifest is the **root**, which the learner signs. So a single signature
-covers every byte. A relay verifies each chunk before it forwards the chunk. A chunk that was
-damaged on the way stops at the first node that receives it. If chunks travel encrypted
-(`cipher.py`), the manifest also has the hashes of the encrypted chunks.
+A version is one byte image: the bytes of all tensors, one tensor after the other. The image is
+divided into chunks of equal size; the last chunk may be shorter. The manifest lists the tensors and
+the BLAKE3 hash of each chunk. The learner signs the hash of the manifest, the **root**. So a single
+signature covers every byte. A relay verifies each chunk before forwarding, so a damaged chunk stops
+at the first node. If chunks travel encrypted (`cipher.py`), the manifest also has the hashes of the
+encrypted chunks.
 
 A version may also travel as an **encoded version**: a delta against a version that the receiver
-holds, or a keyframe. It consists of segments whose tables are signed one by one (`encoded.py`).
-There are two kinds of table. A table of the first kind has the hashes of the decoded image chunks,
-and the last such table contains the manifest. A table of the second kind has the hashes of the
-words in the base that the segment replaces. The replaced words and the signed changes determine
-every decoded byte. So such a delta can be sent before its image has been hashed. The learner hashes
-the image later, during training, and then sends the manifest as the version's **seal**.
+holds, or a keyframe. An encoded version consists of segments whose tables are signed one by one
+(`encoded.py`). There are two kinds of table. A table of the first kind has the hashes of the
+decoded image chunks. The last such table contains the manifest. A table of the second kind has the
+hashes of the replaced words of the base. These words and the signed changes determine every decoded
+byte. So the learner can send the delta before it hashes the image. The learner hashes the image
+during training, and then sends the manifest, which is called the version's **seal**.
 
-Sizes come from the network, and are checked against each other before memory is allocated.
+Sizes from the network are checked against each other before memory is allocated.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from echo.wire.messages import ITEM_BYTES
 HASH_BYTES = 32
 MIN_CHUNK_BYTES = 1 << 10
 MAX_CHUNK_BYTES = 16 << 20
-"""Largest size of a chunk in bytes. Above 1 MiB encryption gets slower, above 4 MiB nothing gets
-faster (measured on loopback)."""
+"""Largest size of a chunk in bytes. Chunks above 1 MiB make encryption slower, and chunks above 4
+MiB make nothing faster (measured on loopback).
+"""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -65,16 +66,16 @@ class Manifest(msgspec.Struct, frozen=True):
     """Number of bytes of the image."""
     chunk_bytes: int
     chunk_hashes: bytes
-    """The BLAKE3-256 hashes of all chunks of the image, one after the other."""
+    """The BLAKE3-256 hashes of all chunks of the image, concatenated."""
     sent_hashes: bytes = b""
     """The BLAKE3-256 hashes of all encrypted chunks; empty if chunks are sent without encryption.
     """
     key_hash: bytes = b""
-    """Hash of the key of the chunks (`cipher.py`); empty without a key."""
+    """Hash of the key of the chunks (`cipher.py`); empty if chunks are not encrypted."""
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunk hashes in the manifest."""
+        """Number of chunks with a hash in the manifest."""
         return len(self.chunk_hashes) // HASH_BYTES
 
     @property
@@ -84,7 +85,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> range:
-        """The indices of all chunks of the image, also without hashes."""
+        """The indices of all chunks of the image, including chunks without a hash."""
         return range(-(-self.num_bytes // self.chunk_bytes))
 
     def chunk_range(self, index: int) -> tuple[int, int]:
@@ -103,10 +104,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A signed manifest or segment table, as it is sent over links with CURVE.
+    """A signed manifest or segment table, sent only over links encrypted by CURVE.
 
-    It has the signed bytes, the signature of their hash, and the key of the chunks. The signed
-    bytes contain the hash of this key.
+    `body` has the signed bytes, which contain the hash of `key`. `signature` is the signature of
+    the hash of `body`.
     """
 
     body: bytes
@@ -119,7 +120,7 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def root(self) -> bytes:
-        """The hash of the signed bytes; for a manifest, the root of the version."""
+        """The hash of `body`. For a manifest, this is the root of the version."""
         return blake3(self.body).digest()
 
 
@@ -128,14 +129,14 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 
 
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
-    """Return a manifest of `version` with the layout of `manifest`, but without hashes."""
+    """Return a manifest of `version` without hashes, with the layout of `manifest`."""
     return msgspec.structs.replace(
         manifest, version=version, chunk_hashes=b"", sent_hashes=b"", key_hash=b""
     )
 
 
 class ChunkHashes(NamedTuple):
-    """The BLAKE3-256 hashes of some chunks of an image, one after the other."""
+    """BLAKE3-256 hashes of some chunks of an image, concatenated."""
 
     plain: bytes
     sent: bytes
@@ -172,7 +173,7 @@ def hash_image(image: bytes | bytearray | memoryview, chunk_bytes: int) -> bytes
 
 
 def with_hashes(manifest: Manifest, parts: Iterable[ChunkHashes], key: bytes = b"") -> Manifest:
-    """Return a manifest with the hashes of all its chunks.
+    """Return `manifest` with the hashes of all chunks.
 
     Args:
         manifest: a manifest without hashes.
@@ -220,7 +221,7 @@ def build_manifest(
 def sign(
     manifest: Manifest | SegmentTable, key: Ed25519PrivateKey, chunk_key: bytes = b""
 ) -> SignedManifest:
-    """Sign the root of a manifest, or of a segment's table, with the learner's key.
+    """Sign the hash of a manifest or of a segment's table with the learner's key.
 
     Args:
         manifest: the manifest or table.
@@ -238,7 +239,7 @@ def encode_signed(signed: SignedManifest) -> bytes:
 
 
 def verify_signature(frame: bytes | bytearray | memoryview, *, public_key: bytes) -> SignedManifest:
-    """Check that the learner has signed a manifest or a segment's table; return it.
+    """Check the learner's signature of a manifest or table; return the decoded frame.
 
     Raises:
         RemoteProtocolError: if the frame is malformed, or the learner has not signed it.
@@ -256,7 +257,7 @@ def verify_signature(frame: bytes | bytearray | memoryview, *, public_key: bytes
 def verify(
     frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str, max_bytes: int
 ) -> tuple[SignedManifest, Manifest]:
-    """Check a manifest that came from the network; return it signed and decoded.
+    """Verify a manifest from the network; return the signed and the decoded manifest.
 
     Args:
         frame: the payload frame of an Announce.
@@ -326,11 +327,11 @@ def _check_manifest(manifest: Manifest) -> None:
 # --- segment tables of an encoded version ---------------------------------------------------------
 
 MAX_BLOCK_OVERHEAD_BYTES = 64
-"""Largest number of bytes by which a coded block may exceed its block: a tag and a length."""
+"""Largest number of bytes by which a coded block may be longer than the block itself."""
 
 
 class SegmentTable(msgspec.Struct, frozen=True):
-    """The table of one segment of an encoded version; the learner signs its encoding."""
+    """The table of one segment of an encoded version, which the learner signs."""
 
     run_id: str
     version: PolicyVersion
@@ -345,16 +346,20 @@ class SegmentTable(msgspec.Struct, frozen=True):
     block_sizes: tuple[int, ...]
     """Number of bytes of each coded block of the segment."""
     chunk_hashes: bytes
-    """The BLAKE3-256 hash of each payload chunk, as it is sent."""
+    """The BLAKE3-256 hashes of all payload chunks in the form in which they are sent, concatenated.
+    """
     result_hashes: bytes = b""
-    """The BLAKE3-256 hash of each decoded image chunk; empty if the table has `old_hashes`."""
+    """The BLAKE3-256 hashes of all decoded image chunks; empty if the table has `old_hashes`."""
     manifest: bytes | None = None
-    """The signed and encoded manifest of the image, which only the table of a last segment has. It
-    is None if the manifest is sent later."""
+    """The signed and encoded manifest of the image, in the last segment of a hashed encoded
+    version; None in all other tables.
+    """
     old_hashes: bytes = b""
-    """The BLAKE3-256 hash of those bytes of the base that each block replaces (`delta.py`)."""
+    """For each block, the BLAKE3-256 hash of the bytes of the base that the block replaces
+    (`delta.py`); empty if the table has `result_hashes`.
+    """
     key_hash: bytes = b""
-    """Hash of the encoded version's key (`cipher.py`); empty without a key."""
+    """Hash of the key that encrypts the chunks (`cipher.py`); empty if chunks are not encrypted."""
 
     @property
     def num_bytes(self) -> int:
@@ -373,7 +378,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the table hashes the replaced bytes, instead of the decoded image."""
+        """Whether the table has hashes of the replaced bytes, not of the decoded image."""
         return bool(self.old_hashes)
 
     @property
@@ -383,14 +388,14 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """The fields that must be the same in all segments of an encoded version."""
+        """The fields that all segments of an encoded version must have in common."""
         return (
             self.run_id, self.version, self.base, self.image_bytes, self.image_chunk_bytes,
             self.block_bytes, self.chunk_bytes, self.is_on_base, self.key_hash,
         )  # fmt: skip
 
     def check(self, where: str, *, first_block: int, max_bytes: int) -> None:
-        """Check that the numbers in a table fit each other and this node's limits.
+        """Check that the numbers in a table agree with each other and with this node's limits.
 
         Args:
             where: the name of the segment in error messages.
@@ -398,8 +403,8 @@ class SegmentTable(msgspec.Struct, frozen=True):
             max_bytes: size of the largest image that this node accepts, in bytes.
 
         Raises:
-            RemoteProtocolError: if two numbers contradict each other, or if this node does not
-                accept a number; the text names the numbers.
+            RemoteProtocolError: if two numbers contradict each other, or a number exceeds this
+                node's limits; the text names the numbers.
         """
         chunk_bytes = (self.chunk_bytes, self.image_chunk_bytes)
         if not all(MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES for size in chunk_bytes):
@@ -445,7 +450,7 @@ _table_decoder = msgspec.msgpack.Decoder(SegmentTable)
 
 
 def decode_table(body: bytes) -> SegmentTable:
-    """Return the table in a signed encoding, without checking its numbers.
+    """Decode a signed table, without checking its numbers.
 
     Raises:
         RemoteProtocolError: if the encoding is malformed.

@@ -1,7 +1,7 @@
-"""Offers: the items that the parent has announced, and which of them to fetch next.
+"""Offers: the items that the parent has announced, and the choice of the next item to fetch.
 
-A node takes the path with the fewest bytes to the newest version, one item after the other. Chunks
-that the node already holds cost nothing.
+A node takes the path with the fewest bytes to the newest version, and fetches the items of this
+path one after the other. Held chunks cost no bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, Announce, Form, ItemId
 
 MAX_REFUSED = 64
-"""Largest number of refused items that are remembered; a refused item is not fetched again."""
+"""Largest number of refused items to remember. A remembered item is not fetched again."""
 
 
 class Offers:
@@ -33,7 +33,7 @@ class Offers:
     def replace(self, message: Announce, manifest: Manifest | None) -> None:
         """Replace all offers by the offers in an Announce.
 
-        `manifest` is the verified manifest in the Announce; None if it contains none.
+        `manifest` is the verified manifest of the Announce; None if the Announce has no manifest.
         """
         offers = {(offer.version, form_of(offer.base)): offer.num_bytes for offer in message.offers}
         if manifest is not None:
@@ -57,7 +57,7 @@ class Offers:
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:
-        """Return whether this node has refused an item. A refused item is never fetched again."""
+        """Return whether this node has refused an item."""
         return item in self._refused
 
     def refuse(self, item: ItemId) -> None:
@@ -79,8 +79,7 @@ class Offers:
         """Return the item to fetch now; None if there is nothing to fetch.
 
         Args:
-            current: the item that is being fetched; it is returned if this node should continue
-                with it.
+            current: the item that is being fetched; returned if the fetch should continue.
         """
         held = self.store.held
         offers = self._useful()
@@ -102,8 +101,7 @@ class Offers:
     def _useful(self) -> dict[ItemId, int]:
         """Return the missing bytes of each item that is newer than all held versions.
 
-        An older item would lead back to a version that this node has already replaced. Refused
-        items are left out.
+        Refused items are left out.
         """
         newest = self.store.newest_complete
         offers = {}
@@ -121,7 +119,7 @@ class Offers:
         Args:
             current: the item that is being fetched.
             direct: the path to the newest version from the versions that this node holds.
-            onward: the path to the newest version from `current`; None if there is none.
+            onward: the path to the newest version from `current`; None if no such path exists.
         """
         item = self.store.get(current)
         if item is None:
@@ -133,5 +131,5 @@ class Offers:
 
 
 def form_of(base: PolicyVersion | None) -> Form:
-    """Return the form of an encoded version: a delta against `base`, or a keyframe for None."""
+    """Return the form of an encoded version: a delta against `base`, or a keyframe without base."""
     return Form("keyframe") if base is None else Form("delta", base)

@@ -1,26 +1,24 @@
-"""The parents of a node: it follows the plan, falls back, quarantines and returns.
+"""The parents of a node: follows the plan, replaces failed parents, and returns to better ones.
 
-The plan names parents in order of preference. A node uses one connection at a time. It may also
-have a **spare** connection to the next parent of the list. The spare connection is dialled and
-greeted, and stays idle. It takes over at once when the connection in use is lost, does not answer
-or does not deliver. It does so even while another parent is being dialled. Without a spare
-connection the node dials the next parent of the list. After the last parent it dials the first one
-again. The connection in use is kept until its replacement has answered. So a new plan never breaks
-a transfer.
+The plan lists parents in order of preference. A node uses one connection at a time. The node may
+also have an idle **spare** connection to the next parent of the list, already greeted. The spare
+connection takes over at once when the connection in use is lost, does not answer or does not
+deliver. Without a spare connection the node dials the next parent of the list, and after the last
+parent the first one. The node keeps the connection in use until the replacement has answered. So a
+new plan never breaks a transfer.
 
-While a node uses another parent than the plan prefers, the learner repeats the plan. When a
-repeated plan arrives, the node tries the failed parent again, but not before `retry_preferred_s`
-has passed. This time doubles with each failure. Otherwise a node could alternate endlessly between
-two parents that both lack the item. A parent that sent chunks with wrong hashes is **quarantined**:
-it is not dialled for QUARANTINE_S, unless it is the learner.
+While a node does not use its preferred parent, the learner repeats the plan. On a repeated plan the
+node dials the preferred parent again, at the earliest `retry_preferred_s` after the failure. This
+time doubles with each failure. Otherwise a node could alternate endlessly between two parents that
+lack the item. A node that sent chunks with wrong hashes is **quarantined**: it is not dialled for
+QUARANTINE_S. The learner is never quarantined.
 
-If no parent of the plan serves a node, the node uses its **last resort**. It dials the addresses at
-which the learner may be. It fetches weights only if the process that answers is the learner. A plan
-may lack these addresses for two reasons. A learner that listens on a wildcard address does not know
-its own address, and a relay may have changed the plan. Then the node dials its control peer, the
-node at the other end of its control connection. A firewall may let this node reach nothing else,
-and the learner does not know that when it plans. If the last resort fails as well, a quarantine
-ends after ALONE_S, because no other parent remains.
+If no parent of the plan serves a node, the node uses its **last resort**. First the node dials the
+possible addresses of the learner, and fetches weights only if the learner answers. A plan may lack
+these addresses: a learner that listens on a wildcard address does not know its own address, or a
+relay may have changed the plan. Then the node dials its control peer, the node at the other end of
+its control connection. Behind a firewall, the control peer may be the only reachable node. If the
+last resort fails as well, quarantines end after ALONE_S.
 """
 
 from __future__ import annotations
@@ -35,12 +33,14 @@ from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
 CONNECT_TIMEOUT_S = 3.0
-"""If a dialled address does not answer within this many seconds, the next address is dialled. A WAN
-handshake takes less than 1 s."""
+"""Seconds after which a dialled address without an answer is given up for the next address. A WAN
+handshake takes less than 1 s.
+"""
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
-"""Seconds after which a parent's quarantine ends if no other parent serves this node. The fault of
-the parent may have passed."""
+"""Length of a quarantine, in seconds, if no parent serves this node. The fault of the quarantined
+parent may have passed.
+"""
 
 
 @dataclass(slots=True)
@@ -59,12 +59,12 @@ class Connection:
 
 
 class Parents:
-    """A node's parents: the parent in use, the one being dialled, and the spare."""
+    """The parents of a node: the parent in use, the parent being dialled, and the spare parent."""
 
     def __init__(
         self, broadcast: Broadcast, *, addresses: Sequence[str] = (), retry_s: float
     ) -> None:
-        """Start with no plan; `addresses` are those at which the learner may be."""
+        """Start with no plan; `addresses` are the possible addresses of the learner."""
         self.receiver = broadcast.receiver
         self._broadcast = broadcast
         self._addresses = addresses
@@ -92,7 +92,7 @@ class Parents:
 
     @property
     def learner_addresses(self) -> list[str]:
-        """The addresses at which the learner may be.
+        """The possible addresses of the learner.
 
         The addresses in the settings come first, then the learner's address in the plan.
         """
@@ -116,12 +116,12 @@ class Parents:
         return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
 
     def has(self, peer: str) -> bool:
-        """Return whether `peer` is the link to a present, future or spare parent."""
+        """Return whether `peer` is the link to the parent in use, being dialled, or spare."""
         return any(each.peer == peer for each in self.connections)
 
     @property
     def connections(self) -> list[Connection]:
-        """The connections to the parent in use, the one being dialled and the spare."""
+        """The connections to the parent in use, the parent being dialled and the spare parent."""
         return [
             connection
             for connection in (self.current, self.next, self.spare)
@@ -131,14 +131,14 @@ class Parents:
     # --- the plan --------------------------------------------------------------------------------
 
     def new_learner(self) -> None:
-        """Note that the learner has restarted, and numbers its plans from the start again."""
+        """Note that the learner has restarted, so the numbers of its plans start again."""
         self._epoch = -1
 
     def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
-        """Follow a plan, unless it is older than the present one.
+        """Follow a plan; ignore a plan that is older than the present plan.
 
-        If the plan names the same parents as before, the preferred parent may be tried again. After
-        a plan without parents this node stops fetching.
+        If the plan repeats the present parents, the node may dial the preferred parent again. If
+        the plan has no parents, the node stops fetching.
         """
         if plan.epoch < self._epoch or not self.receiver.trust.has_key:
             return []
@@ -184,7 +184,7 @@ class Parents:
         return [*self._parents, *last, *self._parents]
 
     def _address(self, index: int, now: float) -> str:
-        """Return the address at which to dial a hop; "" if it may not be dialled now."""
+        """Return the address of a hop; "" if the hop may not be dialled now."""
         hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)
@@ -202,7 +202,7 @@ class Parents:
         return "" if is_anothers else address
 
     def _follow(self, now: float) -> list[Action]:
-        """Dial the next parent in order, unless it is already in use."""
+        """Dial the next parent in order, or keep the connection if already in use."""
         self._follow_at = None
         actions: list[Action] = []
         if self.next is not None:
@@ -221,7 +221,7 @@ class Parents:
         return actions
 
     def _keep_spare(self, now: float) -> list[Action]:
-        """Keep a spare connection to the plan's next parent, and no other spare."""
+        """Keep one spare connection, to the plan's next parent."""
         self._spare_at = None
         wanted, address = "", ""
         for index in range(self._index + 1, len(self._parents)):
@@ -244,14 +244,14 @@ class Parents:
     # --- connections -----------------------------------------------------------------------------
 
     def dialled(self, address: str, peer: str) -> None:
-        """Note that dialling `address` made the link `peer`."""
+        """Note that the connection to `address` has the link `peer`."""
         for connection in self.connections:
             if connection.address == address and not connection.peer:
                 connection.peer = peer
                 return
 
     def connected(self, peer: str, *, now: float) -> bool:
-        """Note that a link is up; return whether to greet its other end as a parent."""
+        """Note that a link is connected; return whether to greet the other end as a parent."""
         for connection in self.connections:
             if connection.peer == peer and not connection.node_id:
                 connection.greeted_at = now
@@ -259,14 +259,14 @@ class Parents:
         return False
 
     def parent_failed(self, failure: ParentFailed, *, now: float) -> list[Action]:
-        """Leave a parent that does not deliver, and turn to another one."""
+        """Leave a failed parent, and choose another parent."""
         connection = next((each for each in self.connections if each.peer == failure.peer), None)
         if connection is None:
             return []
         return self.fail(connection, failure.reason, now=now, is_corrupt=failure.is_corrupt)
 
     def greeted(self, peer: str, node_id: str, *, now: float) -> list[Action]:
-        """Fetch weights from a parent that has answered, or keep it as the spare."""
+        """Use a parent that has answered, or keep it as the spare parent."""
         connection = next((each for each in self.connections if each.peer == peer), None)
         if connection is None or connection.node_id:
             return []
@@ -292,7 +292,7 @@ class Parents:
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
-        """Close a failed connection; turn to the spare parent or to the plan's next parent."""
+        """Close a failed connection; use the spare parent or dial the plan's next parent."""
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:
@@ -335,7 +335,7 @@ class Parents:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` must be called next; None if it need not be called."""
+        """Time of the next call of `expire`; None if no call is due."""
         spare_at = (
             None if self.current is None else self._spare_at
         )  # no spare without a parent in use
@@ -346,7 +346,7 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Leave each parent that does not answer. When due, dial a parent or replace the spare."""
+        """Leave parents that do not answer. If due, dial a parent or replace the spare parent."""
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S

@@ -1,23 +1,23 @@
 """Rates of links: estimates from transfers, and the probe of an uplink.
 
-A rate is bytes per *busy* time, in which requested bytes were under way. A link is busy between the
-arrivals of two chunks of the same burst. It is not busy before the first chunk, and not while the
-other side has nothing to send (`pause`). So the first chunk after a pause only starts a measurement
-and is not counted. A burst of a single chunk measures nothing.
+A rate is a number of bytes per second of *busy* time. A link is busy while requested bytes are
+under way: from the first to the last chunk of a burst. A link is not busy while the other side has
+nothing to send (`pause`). So the first chunk after a pause starts a measurement and is not counted.
+A burst of one chunk yields no measurement.
 
-* A receiver measures each link, and sizes its window by the rate. It adds chunks as they arrive,
-  and pauses when all requested chunks have arrived or the parent sends Waiting.
-* A sender measures its **uplink** to all children together. It adds bytes as they are acknowledged,
-  and pauses when no child fetches. The uplink may be faster than the children receive in two cases:
-  while all held chunks have been sent, and while there is only one child. A sample that consists
-  mostly of such time shows only a lower bound of the uplink's rate. A sample in which the uplink
-  was the limit may still be low, because TCP lost time. So the estimate falls only after
-  LOWER_SAMPLES low samples in a row, and then to the highest of them. Otherwise the plan would
-  oscillate.
-* The rate of a receiver's **downlink** is not the rate at which it receives, because its parents
-  are usually slower. `topology/sites.py` decides when the downlink is a limit.
+* A receiver measures the link to its parent, and sizes the credit window by the rate. The receiver
+  adds each chunk on arrival, and pauses when all requested chunks have arrived or the parent sends
+  Waiting.
+* A sender measures its **uplink**, the rate to all children together. The sender adds acknowledged
+  bytes, and pauses when no child fetches. The uplink is not the limit while all held chunks have
+  been sent, and while there is only one child. A sample that consists mostly of such time shows
+  only a lower bound of the uplink's rate. Other samples may also be low, because TCP lost time. So
+  the estimate falls only after LOWER_SAMPLES low samples in a row, and then to the highest of these
+  samples. Otherwise the plan would oscillate.
+* A receiver's **downlink** is usually faster than the measured rate, because the parents are
+  slower. `topology/sites.py` decides when the downlink is the limit.
 
-**Probe.** One message measures the uplink of a node that has not served a child yet.
+**Probe.** Before a node serves a child, a few large messages measure the node's uplink.
 """
 
 from __future__ import annotations
@@ -29,43 +29,45 @@ from echo.wire.codec import encode
 from echo.wire.messages import Probe, ProbeAck
 
 SAMPLE_S = 0.1
-"""Shortest busy time, in seconds, of one sample from which a rate is estimated."""
+"""Shortest busy time of a sample, in seconds."""
 
 SAMPLE_CHUNKS = 4
-"""Smallest number of chunks of a sample. With fewer chunks rounding would dominate the rate."""
+"""Smallest number of chunks in a sample. With fewer chunks, rounding would dominate the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Least busy time, in seconds, of a sample of an uplink's rate.
+"""Shortest busy time of a sample of an uplink's rate, in seconds.
 
-The first value applies to a sample with at least UPLINK_SAMPLE_ACKS acknowledgements, the second
-value to a sample with fewer.
+The first value applies to samples with at least UPLINK_SAMPLE_ACKS acknowledgements. The second
+value applies to all other samples.
 """
 
 UPLINK_SAMPLE_ACKS = 128
-"""Number of acknowledgements from which on a sample of an uplink may be short.
+"""Number of acknowledgements that a short sample of an uplink must have.
 
-Children acknowledge several chunks at once, at different times. So in a short sample with few
-acknowledgements chance dominates the rate, and the highest sample is far too high.
+Children acknowledge several chunks at once. So in a short sample with few acknowledgements, chance
+dominates the rate.
 """
 
 IDLE_SHARE = 0.25
-"""Largest mean share of children not limited by the uplink, in a sample that the uplink limits.
+"""Bound on the mean share of children that the uplink does not limit. Above it, a sample is only a
+lower bound of the uplink's rate.
 
-`UplinkEstimate.wait` notes this share. Its mean is over the time of the sample.
+`UplinkEstimate.wait` reports the share; the mean is taken over the time of the sample.
 """
 
 LOWER_SAMPLES = 4
-"""Number of lower samples in a row, all limited by the uplink, after which the estimate falls."""
+"""Number of lower samples in a row after which the estimate falls."""
 
 RISE_S = 4.0
-"""Time constant with which higher samples raise the estimate. In this busy time, in seconds, the
-weight of the former estimate falls to 1/e."""
+"""Time constant of a rising estimate: busy time, in seconds, in which the weight of the former
+estimate falls to 1/e.
+"""
 
 RATE_WINDOW_S = 1.0
 """Busy time, in seconds, in which the weight of an old sample falls to 1/e."""
 
 MOST_BYTES_PER_S = 1e12
-"""Largest rate that is estimated, bytes per second: clocks are too coarse to measure more."""
+"""Largest estimate, in bytes per second. Clocks are too coarse to measure higher rates."""
 
 
 class RateEstimate:
@@ -97,12 +99,12 @@ class RateEstimate:
         return self._last_at is None
 
     def add(self, num_bytes: float, *, now: float, since: float = math.inf) -> None:
-        """Add bytes that have arrived; the first bytes after a pause only start a measurement.
+        """Add arrived bytes. Bytes that end a pause start a measurement and are not counted.
 
         Args:
             num_bytes: number of bytes that have arrived.
             now: time at which the last byte arrived.
-            since: time at which the first byte arrived, if not all arrived at the same time.
+            since: time at which the first byte arrived, if the bytes arrived over a period.
         """
         if self._last_at is None:
             self._last_at = self._began_at = now
@@ -136,7 +138,7 @@ class RateEstimate:
 class UplinkEstimate(RateEstimate):
     """An estimate of the rate at which a node can send to all its children together.
 
-    It is measured by the children's acknowledgements.
+    The children's acknowledgements measure the rate.
     """
 
     def __init__(self) -> None:
@@ -149,9 +151,9 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """From now on, count `share` of the children as not limited by the uplink.
+        """Note which share of the children the uplink does not limit from now on.
 
-        `share` is from 0 to 1.
+        `share` is between 0 and 1.
         """
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
@@ -184,7 +186,7 @@ class UplinkEstimate(RateEstimate):
 
 
 def _towards(sample: float, rate: float, age: float) -> float:
-    """Return an average of a sample and an older rate, which has the weight exp(-age)."""
+    """Return the average of a sample and an older rate; the older rate has the weight exp(-age)."""
     return rate + (1 - math.exp(-age)) * (sample - rate)
 
 
@@ -213,17 +215,17 @@ FIRST_BYTES, MAX_PROBE_BYTES = 256 << 10, 4 << 20
 GROWTH = 4
 QUICK_S = 0.25
 PAYLOAD_SHARE = 1 / 8
-"""Largest size of a probe, as a share of the version that is sent next."""
+"""Largest size of a probe, as a share of the size of a version."""
 MAX_PROBES = 3
 UNANSWERED_S = 3.0
 """If a probe gets no answer within this many seconds, another peer may be probed."""
 
 
 class UplinkProbe:
-    """Measures the uplink of this node by probes that it sends."""
+    """Measures the uplink of this node by sending probes."""
 
     def __init__(self, uplink: UplinkEstimate, *, node_id: str) -> None:
-        """Start with no probe sent; results raise the estimate `uplink`."""
+        """Start with no probe sent; the results of probes raise the estimate `uplink`."""
         self._uplink = uplink
         self._node_id = node_id
         self.num_probes = 0
@@ -240,12 +242,12 @@ class UplinkProbe:
         return self._awaited is not None
 
     def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
-        """Send a probe to `peer`, unless the uplink is known or a probe is under way.
+        """Send a probe to `peer` if the uplink is unknown and no probe is under way.
 
         Args:
             peer: the link to the node that acknowledges the probe.
-            payload_bytes: size of a version. If the version is small, no probe is sent, because a
-                probe would cost more than a bad plan.
+            payload_bytes: size of a version. For a small version no probe is sent, because a probe
+                would cost more than a bad plan.
             now: the present time.
         """
         self._most_bytes = min(MAX_PROBE_BYTES, int(PAYLOAD_SHARE * payload_bytes))
@@ -265,8 +267,8 @@ class UplinkProbe:
     def acknowledged(self, peer: str, *, now: float) -> list[Action]:
         """Raise the estimate when `peer` acknowledges a probe.
 
-        If the acknowledgement came fast, send a larger probe. Ignore an acknowledgement that is not
-        awaited.
+        After a fast acknowledgement, send a larger probe. An acknowledgement that is not awaited is
+        ignored.
         """
         if self._awaited is None or self._awaited[0] != peer:
             return []

@@ -1,43 +1,41 @@
 """The receiver: fetches an item from the parent, verifies and writes its chunks, and retries.
 
-`broadcast.py` has the rules of the weights plane. The child's half of this plane is one `Receiver`.
-It has five parts. `Offers` choose the item to fetch. The item arrives over a `ParentLink`.
-`Requests` ask for its missing chunks. A `Watchdog` watches the parent. An `Audit` checks images
-that deltas have made. A chunk passes these steps:
+`broadcast.py` has the rules of the weights plane. A `Receiver` is the child's half of this plane,
+and has five parts. `Offers` choose the item to fetch. `ParentLink` has the state and credit of the
+link. `Requests` ask for missing chunks. `Watchdog` detects a parent that does not deliver. `Audit`
+verifies images that deltas have made. A chunk passes these steps:
 
     Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
 Chunks that arrive in one message are verified one by one, and then held, forwarded and credited
-together. If each chunk were handled alone, the Python code for a chunk would cost half as much time
-as hashing the chunk.
+together. This saves Python time: handling a single chunk takes half as long as hashing the chunk.
 
-**Writing.** A write to a version store may take long: if the store is a mapped file, the kernel
-makes writers wait when the disk is behind. Such a write runs in a thread, and the loop continues. A
-write to memory is done at once, because a thread costs more than the copy. Chunks of encoded
-versions are always in memory.
+**Writing.** If the version store is a mapped file, a write may block until the disk has caught up.
+Such a write runs in a thread. A write to memory is done at once, because a thread costs more than
+the copy. Chunks of encoded versions are always in memory.
 
 * *Backpressure.* Credit is given for written chunks. So the window of the link bounds the memory of
   unwritten chunks, and a slow disk throttles the parent. A parent that far exceeds its credit is
   dropped.
-* *Order.* Writes may end in any order. A chunk that is being written is not missing: it is not
-  requested again, and a second copy is discarded. It is not held either: it is not served.
-* *Eviction meanwhile.* Bytes are verified before they are written, so a late write is correct. The
-  work keeps a reference to the image's memory. So this memory is not reused for another version. If
-  the item was dropped meanwhile, the result of the write is ignored. Only its credit is free again.
-* *Silence.* While a chunk is being written the parent does not count as silent. Time without credit
-  does not count for the rate of the link.
+* *Order.* Writes may end in any order. A chunk that is being written is not requested again, and a
+  second copy is discarded. The chunk is not served before the write has ended.
+* *Eviction meanwhile.* The work keeps a reference to the image's memory, so this memory is not
+  reused for another version before the write ends. If the item was dropped meanwhile, the result of
+  the write is ignored, and only the credit is returned.
+* *Silence.* While a chunk is being written, the parent does not count as silent. Time without
+  credit does not lower the measured rate of the link.
 * *A failed write.* If the disk refuses a write, the receiver acts as if the disk were full.
 
-**Out of order.** Chunks may travel over another connection than tables (`net/zmq.py`), and may
-arrive before the table with their hashes. Such chunks are kept until the table arrives, at most
-EARLY_BYTES.
+**Out of order.** Chunks and tables may travel over different connections (`net/zmq.py`), so a chunk
+may arrive before the table with its hash. Up to EARLY_BYTES of such chunks are kept until the table
+arrives.
 
-**Damage.** If the audit finds damaged memory, every version in it is dropped. The newest version is
-then fetched as a whole image.
+**Damage.** If the audit finds damaged memory, all versions in this memory are dropped. The newest
+version is then fetched as a whole image.
 
-**Out of space.** The held versions are kept, and the fetch is tried again. It is tried soon after
-this node has dropped an image. Otherwise it is tried with a backoff, because no event tells when
-another process frees space. The operator gets one warning, at the first failure.
+**Out of space.** If an item finds no space, the held versions are kept, and the fetch is retried:
+soon after this node has dropped an image, otherwise with a backoff. The operator gets a single
+warning, at the first failure.
 """
 
 from __future__ import annotations
@@ -101,21 +99,21 @@ class VersionAudited(Action):
 
 @dataclass(frozen=True, slots=True)
 class VersionDamaged(Action):
-    """The audit found damaged bytes in a version, which must not be used any further."""
+    """The audit found damaged bytes in a version. The version must not be used from now on."""
 
     version: PolicyVersion
 
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
-"""The first and the longest pause between two attempts to find space, in seconds; the pause doubles
-each time."""
+"""The first and the longest pause between two retries, in seconds. The pause doubles each time."""
 RELEASE_PAUSE_S = 0.2
-"""Seconds from the drop of an image to the next look for space. The memory is not free at once,
-because frames that are being sent still use it."""
+"""Seconds from the drop of an image to the next retry. The image's memory is freed only when the
+last frame that uses it has been sent.
+"""
 
 
 class SpaceRetry:
-    """Decides when to look again for the space that an item needs."""
+    """Decides when to retry the allocation of space for an item."""
 
     def __init__(self) -> None:
         """Start with no item that lacks space."""
@@ -125,14 +123,13 @@ class SpaceRetry:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether an item lacks space and will be tried again."""
+        """Whether an item lacks space and will be retried."""
         return self.retry_at is not None
 
     def lack(self, error: StorageError, *, now: float) -> list[Action]:
-        """Note that there was no space; look again after a pause.
+        """Note that an item found no space; retry after a pause.
 
-        The pause doubles each time. If this is the first failure, return a warning for the
-        operator.
+        The pause doubles each time. The first failure returns a warning for the operator.
         """
         self.retry_at = now + self._pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
@@ -143,14 +140,14 @@ class SpaceRetry:
         return [Note("warning", text)]
 
     def released(self, *, now: float) -> None:
-        """Note that an image was dropped; look again soon if an item lacks space."""
+        """Note that an image was dropped; retry soon if an item lacks space."""
         if self.retry_at is not None:
             self.retry_at = min(self.retry_at, now + RELEASE_PAUSE_S)
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether to look for space now.
+        """Return whether to retry now.
 
-        After the result True, no further attempt is due until `lack` sets its time.
+        After True is returned, the next retry is due only after a call of `lack`.
         """
         if self.retry_at is None or now < self.retry_at:
             return False
@@ -158,20 +155,20 @@ class SpaceRetry:
         return True
 
     def found(self) -> None:
-        """Note that there was space.
+        """Note that the item has found space.
 
-        So the next failure is reported, and its first pause is the shortest.
+        The next failure is reported again and begins with the shortest pause.
         """
         self.retry_at, self._pause_s, self._has_noted = None, FIRST_PAUSE_S, False
 
 
 class Receiver:
-    """The child's half of the weights plane: fetches the weights that a node needs."""
+    """The child's half of the weights plane: fetches weights from the node's parent."""
 
     def __init__(
         self, store: ItemStore, *, node_id: str, window_bytes: int, stall_s: float
     ) -> None:
-        """Start with no parent and nothing to fetch.
+        """Start with no parent and no item to fetch.
 
         `store` is shared with the parent's half of this node. The other arguments are those of
         `Broadcast`.
@@ -216,7 +213,7 @@ class Receiver:
     def _abandon_unoffered(self, now: float) -> list[Action]:
         """Abandon the present item if the parent does not offer it and no table has arrived.
 
-        Such an item may not exist. Then no parent will ever serve it.
+        Such an item may not exist at all.
         """
         item = self.item
         encoded = None if item is None else self.store.encoded_versions.get(item)
@@ -228,7 +225,7 @@ class Receiver:
     # --- messages --------------------------------------------------------------------------------
 
     def _is_from_parent(self, peer: str) -> bool:
-        """Return whether a peer is the parent, and note its message."""
+        """Return whether a peer is the parent; note a message of the parent."""
         if peer != self.link.peer:
             return False
         self.link.on_message()
@@ -287,7 +284,7 @@ class Receiver:
         return [ItemsChanged()]
 
     def audited(self, work: AuditChunks, fault: str, *, now: float) -> list[Action]:
-        """Handle the result of AuditChunks, which has hashed some chunks of an image."""
+        """Handle the result of AuditChunks, the hashing of some chunks of an image."""
         if not self.audit.worked(work, fault, now=now):
             return []
         version = work.image.manifest.version
@@ -304,7 +301,7 @@ class Receiver:
         ]
 
     def adopt(self, transfer: Transfer, *, now: float) -> list[Action]:
-        """Take over a complete or partial image that is on this machine already."""
+        """Add an image that is on this machine already, complete or partial."""
         version = transfer.manifest.version
         self.store.add(transfer)
         if transfer.is_complete:
@@ -321,7 +318,7 @@ class Receiver:
         return [*self.begin(step, now), EvictionDue()]
 
     def begin(self, item_id: ItemId, now: float) -> list[Action]:
-        """Start to fetch an item; its held chunks are kept."""
+        """Start to fetch an item. Held chunks of the item are kept."""
         version, form = item_id
         self.end()
         self.rate.pause()
@@ -407,7 +404,7 @@ class Receiver:
     # --- in place --------------------------------------------------------------------------------
 
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Handle the result of ApplyPatch, which has written a delta over its base.
+        """Handle the result of ApplyPatch, the writing of a delta over its base.
 
         The result is ignored if the memory of the image was dropped meanwhile.
         """
@@ -422,14 +419,15 @@ class Receiver:
         return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Seal a complete version, and open the deltas that need it.
+        """Seal a complete version, and decode the deltas against this version.
 
-        To seal a version is to add its manifest, if the manifest has arrived.
+        To seal a version is to add its manifest. If the manifest has not arrived, the version is
+        not sealed yet.
         """
         return [*self._seal(version, now), *self.store.decodable_on(version)]
 
     def _refuse(self, item_id: ItemId, fault: str, now: float) -> list[Action]:
-        """Drop an item that is signed but unusable here, and never fetch it again."""
+        """Drop a signed item that this node cannot use, and never fetch it again."""
         version, form = item_id
         self.offers.refuse(item_id)
         gone = [item_id, *eviction.partial_on(self.store, {version})]
@@ -442,7 +440,7 @@ class Receiver:
         ]
 
     def arrived(self, item_id: ItemId, now: float) -> list[Action]:
-        """Report that a version is complete, and start to fetch the next one."""
+        """Report that a version is complete, and start to fetch the next version."""
         version, _ = item_id
         if self.item is not None and self.item[0] == version:
             self.end()
@@ -458,7 +456,7 @@ class Receiver:
         ]
 
     def _on_gone(self, message: Gone, now: float) -> list[Action | ParentFailed]:
-        """Abandon an item that the parent no longer has; an Announce of its items follows."""
+        """Abandon an item that the parent no longer has. The parent's next Announce follows."""
         item_id = (message.version, message.form)
         self.offers.withdraw(item_id)
         if self.item != item_id:
@@ -526,7 +524,7 @@ class Receiver:
         return begun
 
     def written(self, work: WriteChunk, fault: str, *, now: float) -> list[Action | ParentFailed]:
-        """Handle the result of WriteChunk, which has verified and written a chunk."""
+        """Handle the result of WriteChunk, the verification and writing of a chunk."""
         return self._written([(work, fault)], now)
 
     def _written(
@@ -555,7 +553,7 @@ class Receiver:
     def _hold(
         self, right: list[WriteChunk], is_parent: bool, now: float
     ) -> list[Action | ParentFailed]:
-        """Mark written chunks as held, and go on with items that are now complete."""
+        """Mark written chunks as held, and process the item if the item is now complete."""
         item_id, item = right[0].item_id, right[0].item
         chunks: dict[int, Frame] = {}
         size = 0
@@ -575,7 +573,7 @@ class Receiver:
         return actions
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
-        """Request a chunk with a wrong hash again; leave its sender after MAX_BAD_CHUNKS."""
+        """Request a chunk with a wrong hash again; leave the parent after MAX_BAD_CHUNKS."""
         self.num_bad_chunks += 1
         text = f"chunk {work.index} of {work.item_id[0]} from {work.peer} does not match its hash"
         actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
@@ -601,15 +599,15 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """The time at which `expire` must be called next; None if it need not be called.
+        """Time of the next call of `expire`; None if no call is due.
 
-        Then the parent has been silent for too long, an item that lacked space is tried again, or
-        the audit continues.
+        The call asks a silent parent again, retries an item that lacked space, or continues the
+        audit.
         """
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Ask a silent parent again or leave it, look for space, and continue the audit."""
+        """Ask or leave a silent parent, retry an item that lacked space, and continue the audit."""
         item = None if self.item is None else self.store.get(self.item)
         if item is None or not item.is_missing:
             self.link.complete()  # the last table may arrive after the last chunk
@@ -627,9 +625,9 @@ class Receiver:
 
 
 def _check(message: Chunk, payload: list[Frame], *, num_chunks: int | None) -> None:
-    """Check that a Chunk message is right for an item that has `num_chunks` chunks.
+    """Check a Chunk message for an item of `num_chunks` chunks.
 
-    If `num_chunks` is None, the number is not final yet, and every index is accepted.
+    If `num_chunks` is None, the number of chunks is not final, and every index is accepted.
 
     Raises:
         RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.

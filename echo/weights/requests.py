@@ -13,19 +13,19 @@ from echo.wire.messages import Credit, Fetch, ItemId, Message, Subscribe
 
 
 class Requests:
-    """Makes a node's messages to its parent; the link decides on the credit."""
+    """Makes a node's messages to its parent. The link determines the credit."""
 
     def __init__(self, link: ParentLink, store: ItemStore, *, node_id: str) -> None:
-        """Request the chunks that the store lacks.
+        """Make requests for the chunks that `store` lacks.
 
-        `link` and `store` are those of the `Receiver`.
+        The `Receiver` shares `link` and `store`.
         """
         self._link, self._store, self._node_id = link, store, node_id
 
     def subscribe(self, *, now: float) -> list[Action]:
         """Ask the parent for an Announce.
 
-        Needed when a node has a new parent, and when an Announce may have been lost.
+        Call this for a new parent, and after an Announce may have been lost.
         """
         if self._link.peer is None:
             return []
@@ -49,11 +49,12 @@ class Requests:
         return self._send(_fetch(item_id, item, ranges, self._link.fetch(now=now)))
 
     def credit(self, item_id: ItemId | None, num_bytes: int) -> list[Action]:
-        """Acknowledge written bytes of any item, and give credit for the item `item_id`.
+        """Acknowledge written bytes, and give credit for the item `item_id`.
 
         Args:
             item_id: the item that is being fetched; None for no item.
-            num_bytes: number of bytes that were written since the last acknowledgement.
+            num_bytes: number of bytes, of any item, that were written since the last
+                acknowledgement.
         """
         taken, credit = self._link.took(num_bytes, chunk_bytes=num_bytes)
         item = None if item_id is None else self._store.get(item_id)

@@ -1,34 +1,33 @@
-"""The publication schedule: when to publish a version, and in which forms.
+"""The publication schedule: decides when to publish a version, and in which forms.
 
-**Period.** The publish period is fixed, or the smallest period in which training hides the
-broadcast of a version. It is counted from the last publication, and is at most S + 1, where S is
-the staleness bound in force. So two versions are never more than S + 1 steps apart, even if period
-and bound change in between. If they were further apart, learner and workers would wait for each
-other forever. The learner publishes the next version only after a certain step. The workers'
-version would be too old to sample for this step.
+**Period.** The publish period is the number of steps between two publications. The period is fixed,
+or it is the smallest number of steps that take as long as a broadcast. The period is at most S + 1,
+where S is the present staleness bound. If two versions were further apart, learner and workers
+would wait for each other forever: the workers' version would be too old to sample for the step
+after which the learner publishes the next version.
 
-**Path.** A version can be fetched as its full image, as a keyframe (packed, without a base), or as
-a delta against an older version. The older version again can be fetched in several forms. A node
-takes the path with the fewest bytes. If several paths have the same number of bytes, it takes the
-path with the fewest steps. Each step costs a pass over the whole image.
+**Path.** A node can fetch a version as its full image, as a keyframe (compressed, without a base),
+or as a delta against an older version, which can again be fetched in several forms. The node takes
+the path with the fewest bytes. Of paths with equal bytes, it takes the path with the fewest steps,
+because each step costs a pass over the whole image.
 
-**Forms.** A small version is published only as its image, and so is every version if codec =
-"full". For any other version the learner first makes a delta against its last published version. It
-offers the image after the first segment of the delta. It makes a keyframe from time to time. Sizes
-measured in this run decide on the forms. The aim is that a node has to fetch few bytes.
+**Forms.** A small version is published only as its image. With codec = "full" every version is. For
+all other versions the learner first makes a delta against the last published version, and offers
+the image after the first segment of the delta. The learner makes a keyframe from time to time. The
+sizes measured in this run determine which forms are made, so that nodes fetch few bytes.
 
-* A node without any version fetches a **keyframe**, and then the deltas made since. A new keyframe
-  is due in two cases: if this path costs KEYFRAME_MARGIN more than a new keyframe would, or if it
-  has more than MAX_STEPS encoded versions. Each encoded version costs a pass over the image. At lr
-  1e-6 a bf16 delta is 1/116 and a keyframe 2/3 of the image: the number of steps decides, so there
-  is one keyframe in 16 versions. At 5e-6 (1/37) there is one in 7. The first version always gets a
-  keyframe, unless keyframes are hardly smaller than the image.
-* A **delta** is made only if it is clearly shorter than a form without a base. If the last delta
-  was larger than DELTA_SHARE of a keyframe (or image), the next version has no delta. A delta is
-  tried again RETRY_AFTER versions later, because steps shrink when the learning rate decays.
+* A node without any version fetches the last **keyframe**, and then the deltas made since. A new
+  keyframe is due in two cases: this path has KEYFRAME_MARGIN more bytes than a new keyframe, or
+  more than MAX_STEPS encoded versions. At a learning rate of 1e-6, a bf16 delta has 1/116 and a
+  keyframe 2/3 of the image's bytes, and every 16th version gets a keyframe. At 5e-6 (1/37) every
+  7th version gets a keyframe. The first version always gets a keyframe if keyframes are clearly
+  smaller than the image.
+* A **delta** is made only if deltas are clearly smaller than the forms without a base. If the last
+  delta was larger than DELTA_SHARE of a keyframe or image, the next versions get no delta. After
+  RETRY_AFTER versions a delta is tried again, because deltas shrink when the learning rate decays.
 
-With codec = "delta" every version with a base gets a delta. Otherwise a keyframe or delta is
-abandoned if its first segment is hardly shorter than its part of the image.
+With codec = "delta" every version with a base gets a delta. With codec = "auto" a keyframe or delta
+is abandoned if its first segment is hardly smaller than the same part of the image.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from echo.wire.messages import ItemId
 # --- publish period -------------------------------------------------------------------------------
 
 MAX_PENDING = 64
-"""Largest number of published versions whose arrival is awaited at the same time. If there are
-more, the arrival of the oldest version is not measured."""
+"""Largest number of published versions whose arrival is measured at the same time. Above it, the
+oldest version is no longer measured.
+"""
 
 
 class PublishPace:
-    """The publish period, which is fixed or adapted to measured broadcasts."""
+    """Determines the publish period: fixed, or adapted to measured broadcasts."""
 
     def __init__(self, *, period: int, is_auto: bool, max_staleness: int) -> None:
         """Start with `period` steps between publications.
 
         Args:
-            period: kappa, the number of steps between publications; if the period is adapted, its
-                first value.
+            period: number of steps between publications; the first value if the period is adapted.
             is_auto: whether the period is adapted to measured broadcasts.
             max_staleness: the staleness bound S; the period is at most S + 1.
         """
@@ -73,10 +72,9 @@ class PublishPace:
         once."""
 
     def limit(self, max_staleness: int) -> None:
-        """Set another staleness bound S; the period becomes at most S + 1.
+        """Change the staleness bound to S. The period becomes at most S + 1.
 
-        If a bound shortens an adapted period, the period grows again only with the next
-        measurement.
+        An adapted period that the bound shortens grows again with the next measurement.
         """
         self._max_staleness = max_staleness
         longest = self.period if self._is_auto else self._longest
@@ -88,27 +86,27 @@ class PublishPace:
         return last is None or step - last >= min(self.period, self._max_staleness + 1)
 
     def is_overdue(self, step: int) -> bool:
-        """Return whether the next step has no version that is recent enough.
+        """Return whether the last published version is too old for the next step.
 
-        Otherwise a publication that is due may be postponed.
+        If the result is False, a due publication may be postponed.
         """
         last = self._published_step
         return last is None or step - last > self._max_staleness
 
     @property
     def choices(self) -> range:
-        """The possible publish periods: the fixed one, or all that the staleness bound allows."""
+        """The possible publish periods: the fixed period, or every period that S allows."""
         if self._is_auto:
             return range(1, self._max_staleness + 2)
         return range(self.period, self.period + 1)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a published version has not reached every node yet."""
+        """Whether some node has not received all published versions yet."""
         return bool(self._published_at)
 
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
-        """Note that a version of `num_bytes` was published at this time."""
+        """Note that a version of `num_bytes` was published at the time `now`."""
         self._num_bytes = num_bytes
         self._published_step = version.step
         self._published_at[version] = now
@@ -118,10 +116,10 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note the newest version of each node; return whether a broadcast is complete.
+        """Note the newest version on each node; return whether a broadcast has just completed.
 
-        `installed` has None for a node without a version. `train_s` is the time of a training step.
-        It adapts the period. It is None if this time is unknown.
+        `installed` has None for a node without a version. `train_s`, the duration of a training
+        step, adapts the period; None if unknown.
         """
         slowest = min((v for v in installed if v is not None), default=None)
         if slowest is None or None in installed:
@@ -150,7 +148,7 @@ class PublishPace:
 
 
 class FetchPath(NamedTuple):
-    """The items that a node must fetch in order, to hold a version."""
+    """The items that a node must fetch, in order, to get a version."""
 
     num_bytes: int
     num_steps: int
@@ -162,13 +160,12 @@ def cheapest_paths(
 ) -> dict[PolicyVersion, FetchPath]:
     """Return the cheapest path to each version that can be reached.
 
-    Of two paths the one with fewer bytes is cheaper. If the bytes are equal, the path with fewer
-    steps is cheaper. If the steps are equal too, the path that was offered first wins. A delta
-    leads to a newer version than its base, so one pass over the deltas, oldest first, finds all
-    paths.
+    The cheapest path has the fewest bytes; among equals the fewest steps; among these it was
+    offered first. A delta leads to a newer version than its base, so one pass over the deltas,
+    oldest first, finds all paths.
 
     Args:
-        held: versions whose image the node has; the paths to them are empty.
+        held: versions whose image the node has. The paths to these versions are empty.
         offers: items that can be fetched, with the number of bytes to transfer.
     """
     start: PolicyVersion | None = None  # start of the paths without a base
@@ -188,18 +185,18 @@ def cheapest_paths(
 # --- full image, keyframe or delta ----------------------------------------------------------------
 
 MIN_IMAGE_BYTES = 4 << 20
-"""Smallest image, in bytes, whose version is encoded, unless codec = "delta".
+"""Smallest image, in bytes, for which codec = "auto" makes encoded versions.
 
-A smaller image fits into one window, so its version is sent only as the image.
+A smaller image fits into one credit window.
 """
 HOPELESS_SHARE = 0.9
-"""An encoded version is abandoned if the ratio of coded to image bytes in its first segment is
-above this limit.
+"""Largest ratio of coded bytes to image bytes in the first segment. Above it, an encoded version is
+abandoned.
 """
 KEYFRAME_MARGIN = 0.25
-"""A new keyframe is due if the present path exceeds its size by more than this share.
+"""A new keyframe is due if the present path has more bytes than the keyframe plus this share.
 
-The present path is the last keyframe and the deltas after it.
+The present path is the last keyframe and all later deltas.
 """
 MAX_STEPS = 16
 """Largest number of encoded versions on the path to the newest version."""
@@ -208,23 +205,23 @@ DELTA_SHARE = 0.8
 RETRY_AFTER = 8
 """Number of versions without a delta after which a delta is tried again."""
 KEYFRAME_SHARE = 2 / 3
-"""Ratio of keyframe to image bytes that is assumed before a measurement.
+"""Assumed ratio of keyframe bytes to image bytes before the first measurement.
 
-It is the ratio for byte planes of bf16 weights.
+The value is typical of bf16 weights in byte planes.
 """
 USELESS_SHARE = 0.95
 """Ratio of keyframe to image bytes above which no keyframes are made."""
 
 
 class FormSchedule:
-    """Decides in which forms the learner makes a version."""
+    """Decides in which forms the learner publishes a version."""
 
     def __init__(self, codec: str) -> None:
         """Start with no versions made.
 
         Args:
-            codec: "auto", "full" (never make an encoded version) or "delta" (always make one,
-                however large it is).
+            codec: "auto", "full" (never make an encoded version) or "delta" (always make a delta,
+                however large).
         """
         self._codec = codec
         self._full_bytes = 0
@@ -243,8 +240,8 @@ class FormSchedule:
             has_base: whether a delta against the last published version is possible.
 
         Returns:
-            "full" for the image only; "keyframe" for the image and, if one is due, a keyframe;
-            "delta" for a delta, then the image and, if one is due, a keyframe.
+            "full" for the image only; "keyframe" for the image, and a keyframe if due; "delta" for
+            a delta, then the image, and a keyframe if due.
         """
         self._full_bytes = image_bytes
         is_auto = self._codec == "auto"
@@ -253,14 +250,14 @@ class FormSchedule:
         return "delta" if has_base and (not is_auto or self._is_delta_due) else "keyframe"
 
     def is_hopeless(self, coded_bytes: int, image_bytes: int) -> bool:
-        """Return whether to abandon an encoded version because of its first segment.
+        """Return whether to abandon an encoded version, judged by its first segment.
 
-        The arguments are the sizes of this segment, coded and decoded.
+        The arguments are the coded and the decoded size of this segment.
         """
         return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
 
     def made(self, item: ItemId, num_bytes: int) -> None:
-        """Record that a form of a version was made, and the size of the form in bytes."""
+        """Record that a form of a version was made, with `num_bytes` bytes."""
         version, form = item
         if version != self._newest:
             self._newest = version
@@ -271,7 +268,7 @@ class FormSchedule:
             self._delta_bytes, self._num_since_delta = num_bytes, 0
 
     def is_keyframe_due(self, offers: Mapping[ItemId, int], newest: PolicyVersion) -> bool:
-        """Return whether the newest version should also be packed as a keyframe.
+        """Return whether to make a keyframe of the newest version too.
 
         Args:
             offers: the items of all versions up to the newest, with their sizes in bytes.

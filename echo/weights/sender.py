@@ -1,27 +1,27 @@
 """The sender: announces a node's items, and sends children the chunks that they request.
 
 This is the parent's half of the weights plane, whose rules are in `broadcast.py`. A child gets its
-chunks in ascending order, each as soon as this node holds it, within the child's credit.
+chunks in ascending order, within its credit, as soon as this node holds them.
 
-* **Siblings.** TCP divides an uplink unevenly, and the child with the smallest share would delay
-  all nodes below it. So a child is sent at most MAX_LEAD_CHUNKS more than its slowest healthy
-  sibling that fetches the same item. Three kinds of child hold no sibling back. The first was
-  silent for as long as SILENT_CHUNKS chunks usually take. The second has taken chunks at less than
-  half of the median rate for SLOW_AFTER_S, for example because its disk is slow. The third waits
-  for a chunk that this node does not hold. The time in which a child is held back does not count
-  for its rate. Otherwise all siblings would seem as slow as the slowest.
-* **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in a
-  frame of its own. On a fast link, most of the Python time is spent once per message. On a slow
-  link each chunk is a message, so that the child can forward it on arrival.
-* **Waiting.** A child may wait for a sibling, or for a chunk that this node does not hold. It gets
-  Waiting repeatedly, so that one stall does not make all nodes below it leave their parents. A
-  missing chunk may take long. So each Waiting announces a silence twice as long as the Waiting
-  before, up to MAX_WAITING_S. The child is patient for this time. A child that waits for a sibling,
-  or for an item that this node does not know, gets a Waiting every WAITING_PERIOD_S.
+* **Siblings.** Children that fetch the same item are siblings. TCP divides an uplink unevenly, and
+  the child with the smallest share would delay all nodes below that child. So no child may be more
+  than MAX_LEAD_CHUNKS ahead of its slowest sibling. Siblings do not wait for three kinds of child:
+  a child that was silent for as long as SILENT_CHUNKS chunks usually take; a child that took chunks
+  at less than half of the median rate for SLOW_AFTER_S, for example because of a slow disk; a child
+  that needs a chunk that this node does not hold. The rate of a child excludes the time in which
+  the child waits for a sibling. Otherwise all siblings would seem as slow as the slowest.
+* **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in its
+  own frame, because most of the Python time is spent once per message. On a slow link each chunk is
+  a message, so that the child can forward each chunk on arrival.
+* **Waiting.** While a child waits for a sibling, or for a chunk that this node does not hold, this
+  node sends the message Waiting repeatedly. Otherwise one stall would make all nodes below leave
+  their parents. Each Waiting announces the time until the next Waiting. For a missing chunk this
+  time doubles with each Waiting, up to MAX_WAITING_S. For a sibling, or for an item that this node
+  does not know, the time is WAITING_PERIOD_S.
 * **Pinned.** An item that a child fetches is not evicted, so the number of children limits the size
-  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS. The
-  end of an inbound link may go unnoticed. If the child is alive, the learner's Pulse makes it
-  subscribe again.
+  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS,
+  because the end of an inbound link may go unnoticed. If the child is alive, the learner's next
+  Pulse makes the child subscribe again.
 """
 
 from __future__ import annotations
@@ -63,28 +63,31 @@ from echo.wire.messages import (
 # knows: they are remembered, and become wanted when the next segment arrives.
 
 PACE_S = 10.0
-"""Length of one period, in seconds; a child's pace is measured over the present period and the one
-before."""
+"""Length of one period, in seconds. A child's pace is measured over the present and the previous
+period.
+"""
 TOGETHER_S = 0.005
 """Chunks that a child receives within this many seconds are sent in one message.
 
-Chunks of 1 MiB share a message if the child takes more than 3 Gbit/s. At each hop the first chunk
-of a message may arrive this many seconds later than if it were sent alone.
+Two chunks of 1 MiB share a message if the child takes more than 3 Gbit/s. At each hop, sharing a
+message delays its first chunk by at most this time.
 """
 TOGETHER_BYTES = 4 << 20
-"""Largest number of chunk bytes in a message with several chunks. Larger messages exceed the CPU's
-caches and are no faster."""
+"""Largest size of a message with several chunks, in bytes. Larger messages exceed the CPU's caches
+and are no faster.
+"""
 
 
 class Pace:
-    """Measures how many chunks per second a child takes while it is not held back.
+    """Measures how many chunks per second a child takes.
 
-    Only recent periods count, so that the pace follows a disk or link that stalls or recovers. The
-    pace is kept from one item to the next, so it need not be measured again for each version.
+    The time in which the child waits for a sibling is excluded. Only recent periods count, so that
+    the pace follows a disk or link that stalls or recovers. The pace is kept from one item to the
+    next.
     """
 
     def __init__(self) -> None:
-        """Start with a child that wants no chunk and has got none."""
+        """Start with a child that has requested no chunk."""
         self.began_at: float | None = None
         """Time of the child's first request; None before it."""
         self._runs_since: float | None = None
@@ -101,14 +104,14 @@ class Pace:
             self._num_sent, self._busy_s = 0, 0.0
 
     def run(self, now: float) -> None:
-        """Note that from now on the child wants chunks and is not held back."""
+        """Count the time from now on, because the child wants chunks and may get chunks."""
         self._count(now)
         self._runs_since = now
         if self.began_at is None:
             self.began_at = now
 
     def rest(self, now: float) -> None:
-        """Note that from now on the child wants no chunk or is held back."""
+        """Stop counting time, because the child wants no chunk or waits for a sibling."""
         self._count(now)
         self._runs_since = None
 
@@ -123,9 +126,9 @@ class Pace:
         return self._rate(1e-3)
 
     def at_once(self, now: float) -> int:
-        """Return how many chunks to send in one message, at least 1.
+        """Return the number of chunks to send in one message, at least 1.
 
-        These are as many as the child takes in TOGETHER_S.
+        This is the number of chunks that the child takes in TOGETHER_S.
         """
         self._count(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
@@ -137,20 +140,21 @@ class Pace:
 
 @dataclass(slots=True)
 class Child:
-    """What a parent knows about one of its children."""
+    """A parent's record of one child."""
 
     is_subscribed: bool = False
     newest: PolicyVersion | None = None
-    """The newest complete version that the child has reported; None without one."""
+    """The newest complete version that the child has reported; None if it reported no version."""
     announced: object = None
-    """What the last announcement to the child contained; None if a new announcement is due."""
+    """The content of the last announcement to the child; None if a new announcement is due."""
     newest_announced: PolicyVersion | None = None
     """The newest version that was announced to the child."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
-    """The requested item if this node does not know the item yet; otherwise None."""
+    """The requested item while this node does not know it; otherwise None."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """The ranges of chunks that the child has requested, whether this node knows the chunks or not.
+    """The ranges of chunks that the child has requested, including chunks that this node does not
+    know.
     """
     num_known: int = 0
     """Number of the item's known chunks when `wanted` was last extended."""
@@ -160,20 +164,21 @@ class Child:
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
-    """Number of chunks by which the child has advanced in the item; it starts at the smallest lead
-    of its siblings."""
+    """Number of chunks of the item sent to the child, added to the smallest lead of its siblings at
+    the start.
+    """
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
     """Time at which the child last acknowledged chunks, or began to fetch."""
     held_at: float | None = None
-    """Time since which the child is held back for a sibling; None if it is not."""
+    """Time since which the child waits for a sibling; None if it does not wait."""
     last_seen_at: float = 0.0
     waiting_sent_at: float = 0.0
     waiting_s: float = 0.0
-    """Seconds to the next Waiting, as the last Waiting to the child announced."""
+    """Seconds until the next Waiting, as the last Waiting to the child announced."""
     unanswered_since: float | None = None
-    """Time of an announcement to which the child has not reacted yet; None if no reaction is
-    awaited."""
+    """Time of an announcement to which the child has not reacted; None if no reaction is awaited.
+    """
 
     def stop(self, now: float) -> None:
         """Forget what the child has requested."""
@@ -183,7 +188,7 @@ class Child:
         self.wanted.clear()
 
     def begin(self, message: Fetch, *, now: float) -> None:
-        """Note the child's request for an item that this node has, complete or partial."""
+        """Note the child's request. This node has the requested item, complete or partial."""
         self.fetching = (message.version, message.form)
         self.ranges = message.ranges
         self.num_segments, self.credit_bytes = message.num_segments, 0
@@ -198,7 +203,7 @@ class Child:
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
-        """Add to `wanted` the requested chunks that have become known since the last call."""
+        """Add requested chunks to `wanted` that this node has learned of since the last call."""
         num_chunks = item.num_chunks
         for start, stop in self.ranges:
             self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
@@ -212,11 +217,11 @@ class Child:
             self.pace.rest(now)
 
     def can_take(self, item: Chunked) -> bool:
-        """Return whether the child has credit, and this node holds its next chunk."""
+        """Return whether the child has credit, and this node holds the child's next chunk."""
         return bool(self.wanted) and self.credit_bytes > 0 and bool(item.has_chunk[self.wanted[0]])
 
     def take_next(self, num_bytes: int) -> None:
-        """Note that the child is being sent its next wanted chunk, of `num_bytes` bytes."""
+        """Note that the next wanted chunk, of `num_bytes` bytes, is being sent to the child."""
         self.wanted.popleft()
         self.credit_bytes -= num_bytes
         self.lead += 1
@@ -229,7 +234,7 @@ class Child:
 
 
 def check_fetch(message: Fetch, item: Chunked) -> None:
-    """Check that an item can have the chunks that a Fetch requests.
+    """Check that the item can have every chunk that a Fetch requests.
 
     Raises:
         RemoteProtocolError: if the item cannot have one of the requested chunks.
@@ -249,25 +254,30 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
 # --- sender ---------------------------------------------------------------------------------------
 
 PIN_STALLS = 10
-"""After a silence of this multiple of stall_s, a child's item may be evicted."""
+"""Silence of a child, as a multiple of stall_s, after which the child's item may be evicted."""
 FORGET_STALLS = 60
-"""A child that does not react to an announcement within this multiple of stall_s is forgotten."""
+"""Time after an announcement, as a multiple of stall_s, after which a child without a reaction is
+forgotten.
+"""
 MAX_LEAD_CHUNKS = 4
-"""Largest number of chunks that a child may be ahead of its slowest healthy sibling."""
+"""Largest number of chunks by which a child may be ahead of its slowest sibling."""
 MAX_SIBLINGS = 64
-"""A child with more siblings than this is not held back. A node has that many children only in a
-star, where all nodes share the learner's uplink."""
+"""Largest number of siblings for which a child waits. Only in a star does a node have more
+children; there all nodes share the learner's uplink.
+"""
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""A child may be dead if it is silent for the time that this many chunks usually take. Other
-children do not wait for such a child."""
+"""Length of a silence, in chunks at the child's usual rate, after which siblings do not wait for
+the child.
+"""
 SILENT_AFTER_S = 0.5
-"""Least number of seconds of silence after which other children do not wait for a child."""
+"""Shortest silence, in seconds, after which siblings do not wait for a child."""
 WAITING_PERIOD_S = 0.2
-"""Seconds from the first Waiting to the second; far less than the shortest patience of a link."""
+"""Seconds from the first to the second Waiting; far less than MIN_PATIENCE_S of a link."""
 MAX_WAITING_S = 1.6
-"""Longest time between two Waitings, seconds; a child notices only after this time that its parent
-is dead."""
+"""Longest time between two Waitings, in seconds. A waiting child detects the death of its parent
+only after this time.
+"""
 
 
 class Sender:
@@ -349,9 +359,9 @@ class Sender:
         return [*actions, self._send(peer, Waiting(version=message.version, form=message.form))]
 
     def _lacks(self, peer: str, child: Child, item_id: ItemId, now: float) -> list[Action]:
-        """Answer a child whose item this node lacks.
+        """Answer a child that requests an item that this node lacks.
 
-        The answer is Waiting if the item may come, and otherwise Gone.
+        The answer is Waiting if the item may still arrive, and otherwise Gone.
         """
         newest = self.store.newest_known
         version, form = item_id
@@ -380,8 +390,8 @@ class Sender:
     def _note_load(self, now: float) -> None:
         """Report the share of the fetching children that the uplink does not limit.
 
-        The uplink does not limit a child if this node lacks its next chunk, or if it fetches alone.
-        A child that is held back for a sibling counts as limited, since the uplink is in use.
+        The uplink does not limit a child that fetches alone, or whose next chunk this node lacks.
+        The uplink limits a child that waits for a sibling.
         """
         if not self.children and self.rate.is_paused:
             return
@@ -400,7 +410,7 @@ class Sender:
         ]
 
     def _serve(self, peer: str, child: Child, now: float) -> list[Action]:
-        """Send a child its chunks, and then the siblings that waited for it theirs."""
+        """Send chunks to a child, and then to the siblings that waited for this child."""
         actions: list[Action] = []
         if child.fetching is None:
             return actions
@@ -418,15 +428,15 @@ class Sender:
         return actions
 
     def _patience_s(self, child: Child, now: float) -> float:
-        """Return how many seconds siblings wait for a silent child without credit."""
+        """Return how long siblings wait for a silent child without credit, in seconds."""
         return min(
             max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
         )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
-        """Return the largest lead, in chunks, that a child in this list may have.
+        """Return the largest lead, in chunks, that a child of this list may have.
 
-        None if no child makes the others wait.
+        None if there is no limit.
         """
         members = [
             child
@@ -447,8 +457,8 @@ class Sender:
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
         """Send a child its wanted chunks, in order, up to its credit and to `limit`.
 
-        `limit` is the largest lead in chunks. Sending stops at the first chunk that this node does
-        not hold.
+        `limit` is the largest lead in chunks; None for no limit. Sending stops at the first chunk
+        that this node does not hold.
         """
         actions: list[Action] = []
         if child.fetching is None:
@@ -479,7 +489,7 @@ class Sender:
     def _next_chunks(
         self, child: Child, item: Chunked, limit: int | None, most: int
     ) -> dict[int, Frame]:
-        """Return the chunks of the child's next message by index, at most `most`.
+        """Return the chunks of the child's next message, by index; at most `most` chunks.
 
         Raises:
             StorageError: if a chunk no longer matches its hash.
@@ -497,7 +507,7 @@ class Sender:
 
         Args:
             item: the item of the chunks.
-            chunks: the chunks by index, encrypted if they are sent so.
+            chunks: the chunks by index, in the form in which they are sent.
             now: the present time.
         """
         image = self.store.get(item) if self.children else None
@@ -514,7 +524,7 @@ class Sender:
         return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
-        """Send children the table of a new segment, and this node's chunks of the segment."""
+        """Send the table of a new segment, and this node's chunks of the segment, to children."""
         encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
@@ -539,10 +549,10 @@ class Sender:
     # --- keeping and dropping --------------------------------------------------------------------
 
     def pinned(self, now: float) -> set[ItemId]:
-        """The complete items that children fetch, which must not be evicted.
+        """The complete items that children are fetching. These items must not be evicted.
 
-        A partial item may be evicted. This node may fetch a newer version meanwhile. Then the
-        partial item would never be completed, and the child would wait forever.
+        A partial item may be evicted: if this node now fetches a newer version, it never completes
+        the partial item.
         """
         return {
             child.fetching
@@ -596,7 +606,7 @@ class Sender:
         )
 
     def expire(self, now: float) -> list[Action]:
-        """Send each waiting child the chunks that it may have, or else a Waiting."""
+        """Send each waiting child its available chunks; send Waiting if no chunk is available."""
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
             if not self._waits(child) or now < _waiting_due_at(child):
@@ -611,7 +621,7 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Answer a child whose requested item was unknown here."""
+        """Answer a child that waits for an item that this node did not know."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # The item was announced; the child asks again if that was lost.

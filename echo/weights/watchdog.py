@@ -1,14 +1,12 @@
-"""The watchdog: decides when a silent parent is asked again, and when it is left.
+"""The watchdog: decides when a node asks a silent parent again, and when the node leaves a parent.
 
-A node leaves a parent that is silent for too long, if there is a spare parent. `link.py` says for
-how long. Without a spare parent the node asks its parent once more, and leaves it at the second
-silence. A parent that waits itself sends Waiting repeatedly, and so is not silent. The fault may be
-several hops above this parent.
+If a parent is silent for longer than `patience_s` (`link.py`), a node with a spare parent leaves
+the parent. A node without a spare parent asks again, and leaves the parent at the second silence. A
+parent that waits for a chunk sends Waiting repeatedly, and so is not silent.
 
 Offers are not signed, so a parent may announce an item that it will never receive. A node leaves
-such a parent when nothing has arrived for WAIT_STALLS * stall_s. Behind a slow link, however, the
-pauses between chunks are long. So the node waits at least four times as long as the longest pause
-after which a chunk arrived.
+such a parent when nothing has arrived for WAIT_STALLS * stall_s. Behind a slow link, the pauses
+between chunks are long. So the node waits at least four times the longest past pause.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import ItemId
 
 WAIT_STALLS = 20
-"""Multiple of stall_s for which a parent may wait; longer than SLOW_AFTER_S of `weights/sender.py`.
+"""How long a parent may send no new chunk, as a multiple of stall_s; longer than SLOW_AFTER_S of
+`weights/sender.py`.
 """
 
 
@@ -28,21 +27,20 @@ class Watchdog:
     """Decides when a node asks its parent again, and when it leaves the parent."""
 
     def __init__(self, link: ParentLink, offers: Offers, store: ItemStore) -> None:
-        """Start with nothing awaited; link, offers and store are shared with the `Receiver`."""
+        """Start with no awaited item. The `Receiver` shares `link`, `offers` and `store`."""
         self._link, self._offers, self._store = link, offers, store
         self._since: float | None = None
-        """The time at which the parent, after its last new chunk, first showed that it is alive;
-        None before it does so."""
+        """Time of the parent's first message after its last new chunk; None if none has arrived."""
         self._longest_pause_s = 0.0
         """The longest time, in seconds, from `_since` to the next new chunk."""
 
     def lives(self, *, now: float) -> None:
-        """Note a message that shows that the parent is alive, but may contain nothing new."""
+        """Note that the parent has sent a message, perhaps without a new chunk."""
         self._link.lives(now=now)
         self._since = now if self._since is None else self._since
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note that the parent waits for the item, and sends the next Waiting within `again_s`."""
+        """Note a Waiting of the parent, which announces the next Waiting within `again_s`."""
         self._link.waits(again_s=again_s, now=now)
         self._since = now if self._since is None else self._since
 
@@ -53,11 +51,11 @@ class Watchdog:
         self._since = None
 
     def clear(self) -> None:
-        """Forget the pauses of the parent, because the node leaves it."""
+        """Forget the pauses, because the node leaves the parent."""
         self._since, self._longest_pause_s = None, 0.0
 
     def _gives_up_at(self, item: ItemId | None) -> float | None:
-        """Return when the parent has waited too long for an item that it announced.
+        """Return the time at which the parent's wait for an announced item becomes too long.
 
         None while the parent does not wait for the item.
         """
@@ -68,12 +66,12 @@ class Watchdog:
         return self._since + max(WAIT_STALLS * link.stall_s, 4 * self._longest_pause_s)
 
     def deadline(self, item: ItemId | None) -> float | None:
-        """Return when the parent must be left or asked again; None for never."""
+        """Return the time at which to ask or leave the parent; None if no time is due."""
         silent_at = self._link.deadline(self._store.chunk_bytes(item))
         return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 
     def check(self, item: ItemId | None, *, now: float) -> tuple[str, bool]:
-        """Return (reason to leave the parent, or ""; whether to ask the parent again).
+        """Return (reason to leave the parent, whether to ask the parent again).
 
         Args:
             item: the item that is being fetched; None for no item.

@@ -1,7 +1,8 @@
-"""Artifacts: which chunks of an item a node holds, and how a chunk is sent.
+"""Items of the store: the held chunks of an item, and the reading of a chunk to be sent.
 
-Readers never get a view of memory that may be patched. `Transfer.read` returns a copy in which the
-old words are restored, even while a patch is being written. So readers need no lock.
+A delta may be written over the image of its base (a patch). Readers never get a view of such
+memory: `Transfer.read` returns a copy with the old words, even while the patch is being written. So
+readers need no lock.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ class Chunked(abc.ABC):
     """An item of the store: one version in one form, complete or partial."""
 
     has_chunk: bytearray
-    """One byte for each known chunk: 1 if the chunk is held, that is verified and written."""
+    """One byte for each known chunk: 1 if the chunk was verified and written."""
     num_held: int
     writing: set[int]
     """Indices of the chunks that are being verified and written."""
 
     @property
     def num_chunks(self) -> int:
-        """Number of known chunks, which grows with each table that arrives."""
+        """Number of known chunks. It grows with each table that arrives."""
         return len(self.has_chunk)
 
     @property
     @abc.abstractmethod
     def is_encrypted(self) -> bool:
-        """Whether chunks are sent encrypted, so that links need not encrypt them."""
+        """Whether chunks are sent encrypted, over links without encryption."""
 
     @property
     def can_be_sent(self) -> bool:
@@ -69,7 +70,7 @@ class Chunked(abc.ABC):
     def chunk(self, index: int) -> Frame:
         """Return a held chunk in the form in which it is sent.
 
-        Mostly this needs no copy.
+        Usually the chunk is not copied.
 
         Raises:
             StorageError: if the bytes of the chunk no longer match its hash.
@@ -89,7 +90,7 @@ class Chunked(abc.ABC):
 
         Args:
             index: the index of the chunk.
-            data: the bytes of the chunk as it was sent.
+            data: the received bytes, in the form in which chunks are sent.
             write: the version store's `write`; None to write to memory.
 
         Raises:
@@ -113,14 +114,14 @@ class Chunked(abc.ABC):
 
     @property
     def is_missing(self) -> bool:
-        """Whether a chunk is neither held nor being written, or is not known yet."""
+        """Whether some chunk is missing, or the item is still open."""
         return self.is_open or self._held_flags().find(0) >= 0
 
     def missing(self) -> tuple[tuple[int, int], ...]:
         """Return the half-open ranges of missing chunks, in ascending order.
 
-        Chunks that are being written are not missing. While chunks may be added, the last range
-        ends at OPEN_END.
+        Chunks that are being written are not missing. The last range of an open item ends at
+        OPEN_END.
         """
         has_chunk = self._held_flags()
         runs, start = [], 0
@@ -148,31 +149,32 @@ class Transfer(Chunked):
     num_held: int = 0
     writing: set[int] = field(default_factory=set)
     may_change: bool = False
-    """Whether a patch may turn the memory of the image into a later version; if so, readers get
-    copies."""
+    """Whether a patch may change the memory of the image into a later version. If so, readers get
+    copies.
+    """
     is_hashed: bool = True
-    """Whether each chunk was hashed on arrival. If this is False, the image was made by deltas,
-    which the learner signed."""
+    """Whether each chunk was hashed on arrival. False for an image that signed deltas have made."""
     later: list[Patch] = field(default_factory=list)
-    """Patches that are written, or being written, over the image's memory; oldest first.
+    """Patches over the image's memory, written or being written; oldest first.
 
-    A patch is appended to this list in place, and is taken back by assigning a new list. So `read`
-    notices a new patch by the length of the list. If a patch was begun and taken back meanwhile,
-    `read` notices that the list is another object."""
+    Appending to the list begins a patch, and assigning a new list takes a patch back. So `read`
+    detects a new patch by the list's length, and a patch that was taken back by the list's
+    identity.
+    """
     sent: SentChunks = field(default_factory=SentChunks)
-    """The chunks that were sent last, in the form in which they are sent."""
+    """A cache of recently sent encrypted chunks."""
     is_damaged: bool = False
-    """Whether a chunk was found not to match its hash; the audit will find this chunk, too."""
+    """Whether a chunk does not match its hash. The audit will find this chunk too."""
 
     @property
     def is_current(self) -> bool:
-        """Whether the image's memory holds this version and no later version."""
+        """Whether the image's memory still holds this version, not a later version."""
         return not self.later
 
     def seal(self, signed: SignedManifest, manifest: Manifest) -> str:
         """Add the learner's manifest if it fits the image.
 
-        Return why the manifest does not fit, or "" if it fits.
+        Return the reason why the manifest does not fit; "" if it fits.
         """
         if provisional(manifest, manifest.version) != self.manifest:
             return f"the seal of {manifest.version} describes another image than its deltas"
@@ -182,8 +184,8 @@ class Transfer(Chunked):
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes of this version's image; thread-safe.
 
-        If the memory may change, the result is a copy. If a patch begins during the copy, the bytes
-        are copied again.
+        If the memory may change, the result is a copy. If a patch begins during the copying, the
+        copy is repeated.
         """
         if not self.may_change:
             return memoryview(self.storage)[start:stop].toreadonly()
@@ -214,7 +216,7 @@ class Transfer(Chunked):
         return b"" if self.signed is None else self.signed.key
 
     def put(self, index: int, data: Frame, write: Write | None = None) -> None:
-        """Decrypt a chunk and write it: directly to memory, or through a buffer to a disk."""
+        """Decrypt and write a chunk: directly to memory, or through a buffer to a disk."""
         place = self.place(index)
         if not self.is_encrypted:
             (write or fill)(place, data)
@@ -227,8 +229,8 @@ class Transfer(Chunked):
     def chunk(self, index: int) -> Frame:
         """Return a held chunk in the form in which it is sent.
 
-        If the encrypted chunk is no longer kept, the chunk is encrypted again. Key and nonce are
-        those of the learner, so the result is the bytes that the learner signed.
+        If the cache lacks the encrypted chunk, the chunk is encrypted again. Key and nonce are the
+        learner's, so the result is the bytes that the learner signed.
 
         Raises:
             StorageError: if the bytes of the chunk no longer match its hash.
@@ -248,12 +250,12 @@ class Transfer(Chunked):
         return encrypted.toreadonly()
 
     def passed_on(self, index: int, data: Frame) -> None:
-        """Keep an encrypted chunk for a while, for the next child that requests it."""
+        """Add an encrypted chunk to the cache, for the next child that requests this chunk."""
         if self.is_encrypted:
             self.sent.add(self._key, index, data)
 
     def is_right(self, index: int) -> bool:
-        """Return whether the bytes of a chunk in memory still match its hash."""
+        """Return whether the bytes of a chunk in memory still match the chunk's hash."""
         piece = self.read(*self.manifest.chunk_range(index))
         return blake3(piece).digest() == self.manifest.chunk_hash(index)
 
@@ -286,7 +288,7 @@ class AuditChunks(Work):
     stop: int
 
     def run(self) -> str:
-        """Hash the chunks; return text that names the first wrong chunk, or ""."""
+        """Hash the chunks; return the name of the first wrong chunk, or ""."""
         for index in range(self.first, self.stop):
             if not self.image.is_right(index):
                 return f"chunk {index}"

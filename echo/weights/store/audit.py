@@ -1,9 +1,9 @@
-"""The audit: decides when to hash the chunks of images that were made by deltas.
+"""The audit: hashes, in the background, the chunks of images that deltas have made.
 
 The learner signs the old and new words of each delta, so patched words are correct. The other words
-of the image have not been verified since they were written. The learner's manifest of such a
-version arrives later (the version's seal). Then the chunks of the image are hashed, AUDIT_BYTES at
-a time. Hashing takes at most AUDIT_SHARE of the time.
+of the image may have been damaged in memory. The manifest of such a version (its seal) arrives
+later. Then the chunks of the image are hashed, in pieces of AUDIT_BYTES, during at most AUDIT_SHARE
+of the time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from echo.weights.store.store import ItemStore
 from echo.wire.actions import Action
 
 AUDIT_BYTES = 32 << 20
-"""Number of bytes hashed in one piece of work, which takes about 4 ms of a core."""
+"""Number of bytes hashed in one piece of work: about 4 ms of a core."""
 AUDIT_SHARE = 0.05
 """Largest share of the time that hashing may take."""
 
 
 class Audit:
-    """Hashes images whose manifest has arrived, in the background, one image at a time."""
+    """Hashes sealed images in the background, one image at a time."""
 
     def __init__(self, store: ItemStore) -> None:
         """Start with no image to hash."""
@@ -32,17 +32,17 @@ class Audit:
         self._began_at = self._due_at = 0.0
 
     def begin(self, image: Transfer, *, now: float) -> None:
-        """Start to hash an image, unless another held image is being hashed."""
+        """Start to hash an image. Does nothing while another image is being hashed."""
         if self._image is None or self._store.images.get(self._image.manifest.version) is None:
             self._image, self._next, self._due_at = image, 0, now
 
     @property
     def deadline(self) -> float | None:
-        """The time at which the next piece is due; None if no work is due."""
+        """Time at which the next piece is due; None if no piece is due."""
         return None if self._image is None or self._work is not None else self._due_at
 
     def expire(self, *, now: float) -> list[Action]:
-        """Return the next piece of work if it is due, otherwise nothing."""
+        """Return the next piece of work if due, otherwise an empty list."""
         image = self._image
         if image is None or self._work is not None or now < self._due_at:
             return []
@@ -55,10 +55,10 @@ class Audit:
         return [self._work]
 
     def worked(self, work: AuditChunks, fault: str, *, now: float) -> bool:
-        """Handle the result of hashing a piece; return whether the image's verdict is known now.
+        """Handle the result of hashing a piece; return whether the image's audit is finished.
 
-        The verdict is known after a fault and after the last piece. An image that was dropped
-        meanwhile gets no verdict, and is not hashed further.
+        An audit finishes with a fault or with the last piece. For an image that was dropped
+        meanwhile, the audit stops and the result is False.
         """
         self._work = None
         image = work.image
@@ -73,11 +73,11 @@ class Audit:
         return is_held
 
     def _due_after(self, now: float) -> float:
-        """Return when the next piece is due, so that hashing takes AUDIT_SHARE of the time."""
+        """Return the time of the next piece, so that hashing takes AUDIT_SHARE of the time."""
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:
-        """Hash the newest sealed image that deltas made, if it is newer than `audited`."""
+        """Begin to hash the newest sealed image that deltas made, if newer than `audited`."""
         newest = self._store.newest_sealed
         if newest is not None and newest > audited:
             image = self._store.images[newest]

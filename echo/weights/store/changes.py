@@ -1,7 +1,7 @@
-"""Changes of a node's store: the receiver reports them, and the sender informs children.
+"""Changes of a node's store. The receiver reports changes, and the sender informs children.
 
-The receiver returns the changes among its actions, in order. `Broadcast`, which owns receiver and
-sender, replaces each change by the sender's actions. So neither half calls the other.
+The receiver returns changes among its actions, in order. `Broadcast` owns receiver and sender, and
+replaces each change by the sender's actions. So receiver and sender do not call each other.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from echo.wire.messages import ItemId
 
 
 class StoreChange(Action):
-    """A change of the store, which `Broadcast` turns into actions before a role gets them."""
+    """A change of the store. `Broadcast` replaces it by actions of the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksHeld(StoreChange):
-    """Chunks of an item were verified and written, so the node holds them."""
+    """Chunks of an item were verified and written."""
 
     item: ItemId
     chunks: dict[int, Frame]
-    """The chunks by index, in the form in which they are sent."""
+    """The chunks by index, in the form in which chunks are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +47,4 @@ class ItemDropped(StoreChange):
 
 @dataclass(frozen=True, slots=True)
 class EvictionDue(StoreChange):
-    """Older items may be dropped: the node fetches another item, or has completed one."""
+    """Older items may be dropped: the node has begun or completed an item."""

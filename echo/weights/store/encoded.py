@@ -1,23 +1,23 @@
-"""Encoded versions: how a delta or keyframe is divided into segments, chunks and blocks.
+"""Encoded versions: the division of a delta or keyframe into segments, chunks and blocks.
 
 A delta is coded against its base, a version that the receiver holds. A keyframe has no base.
 
-* A **block** is a run of the image, a whole number of image chunks (the last block may be shorter).
+* A **block** is a run of the image of several whole image chunks. The last block may be shorter.
   Each block is coded on its own, so blocks are coded and decoded in parallel (`delta.py`).
 * A **segment** is a run of blocks. Its table holds the length of each coded block and the hash of
-  each of its payload chunks. The learner signs each table, so the chunks of a segment travel while
-  later blocks are still being coded. A relay can verify and forward these chunks without the base.
-  Tables arrive in order.
+  each of its payload chunks. The learner signs each table as soon as the segment is coded, so
+  chunks are sent while later blocks are still being coded. A relay can verify and forward chunks
+  without the base. Tables arrive in order.
 * A **hashed** table has the hashes of the decoded image chunks. The last hashed table of an encoded
   version also has the signed manifest of the image, with the same hashes. The image is decoded into
-  new memory. Keyframes are hashed, and so are deltas in which much has changed.
-* The other kind of table belongs to a delta **on its base**. For each block it has the hash of the
-  words in the base that the block replaces. Neither learner nor receiver hashes the image. So the
-  work on both sides grows with the number of changes. The manifest, which is the **seal** of the
-  version, follows later. Until then, the image may be installed, and may be the base of the next
-  delta. It is not yet offered to children as a whole image.
+  new memory. Keyframes have hashed tables, and so do deltas with many changes.
+* The table of a delta **on its base** has, for each block, the hash of the words of the base that
+  the block replaces. Neither learner nor receiver hashes the image at once, so their work grows
+  with the number of changes. The manifest, called the **seal** of the version, follows later.
+  Before the seal arrives, the image may be installed and be the base of the next delta, but is not
+  offered to children as a whole image.
 * Every size is checked against the size of the image before memory is allocated. The decoder writes
-  at most the block that it fills.
+  only inside its block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from echo.wire.messages import Form
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenBlock(Work):
-    """Work for a thread: find a block's changes to its base; then call `worked`."""
+    """Work for a thread: find the changes that a block makes to its base."""
 
     encoded: EncodedVersion
     block: int
@@ -63,10 +63,10 @@ class OpenBlock(Work):
     base: memoryview
     old_hash: bytes
     out: memoryview | None
-    """Memory for the block of a patched copy of the base; None if the base is patched in place."""
+    """Memory of the block in a patched copy of the base; None if the base is patched in place."""
 
     def run(self) -> str:
-        """Find the changes; return the fault of the block or its base, or ""."""
+        """Find the changes; return a description of a fault, or ""."""
         patch = self.encoded.patch
         assert patch is not None
         try:
@@ -83,7 +83,7 @@ class OpenBlock(Work):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeBlock(Work):
-    """Work for a thread: decode a block and check the result; then call `worked`."""
+    """Work for a thread: decode a block and check the result."""
 
     encoded: EncodedVersion
     block: int
@@ -93,7 +93,7 @@ class DecodeBlock(Work):
     base: memoryview | None
     out: memoryview
     hashes: bytes
-    """Hashes that the decoded image chunks must have."""
+    """Signed hashes of the decoded image chunks."""
     chunk_bytes: int
 
     @property
@@ -107,7 +107,7 @@ class DecodeBlock(Work):
         return self.encoded.form
 
     def run(self) -> str:
-        """Decode the block; return its fault, or ""."""
+        """Decode the block; return a description of a fault, or ""."""
         try:
             decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
         except RemoteProtocolError as error:
@@ -131,7 +131,7 @@ class _Part:
     payload: memoryview
     first_chunk: int
     offsets: list[int]
-    """Offset of each coded block in `payload`, and the end of the last block."""
+    """Offset of each coded block in `payload`, then the end of the last block."""
 
 
 class EncodedVersion(Chunked):
@@ -174,7 +174,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the tables hash the replaced words, and not the decoded image."""
+        """Whether the tables have hashes of the replaced words, not of the decoded image."""
         return bool(self._parts) and self._parts[0].table.is_on_base
 
     @property
@@ -189,7 +189,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the changes of all blocks are known, but not written yet."""
+        """Whether the changes of all blocks are known, but not yet written over the base."""
         return (
             self.patch is not None
             and self.storage is None
@@ -204,20 +204,20 @@ class EncodedVersion(Chunked):
 
     @property
     def is_half(self) -> bool:
-        """Whether chunks are missing, or the image is not decoded yet."""
+        """Whether chunks are missing, or the image is not decoded completely."""
         is_in_work = self.storage is not None or self.patch is not None
         return not self._parts or is_in_work or self.num_held < self.num_chunks
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all segments; if some are unknown, the announced size."""
+        """Number of bytes of all segments; the announced size while segments are unknown."""
         known = sum(part.table.num_bytes for part in self._parts)
         return max(known, self.expected_bytes) if self.is_open else known
 
     def add(self, table: SegmentTable, frame: bytes, payload: memoryview | None = None) -> None:
-        """Append the next segment, whose table has been verified.
+        """Append the next segment. The table must have been verified.
 
-        The learner also passes the payload, in the form in which it is sent.
+        Only the learner passes `payload`, in the form in which chunks are sent.
         """
         if not self._parts and table.key_hash:
             self._key = msgspec.msgpack.decode(frame, type=SignedManifest).key
@@ -236,7 +236,7 @@ class EncodedVersion(Chunked):
         self, frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str,
         max_bytes: int,
     ) -> SegmentTable:  # fmt: skip
-        """Check the frame of the next table, which came from the network; return the table.
+        """Verify the frame of the next table, from the network; return the table.
 
         Raises:
             RemoteProtocolError: if the signature, the run, the order of segments or any size is
@@ -300,9 +300,9 @@ class EncodedVersion(Chunked):
     # --- blocks ----------------------------------------------------------------------------------
 
     def base_among(self, images: Mapping[PolicyVersion, Transfer]) -> Transfer | None:
-        """Return the image against which this delta is coded.
+        """Return the image of this delta's base from `images`.
 
-        None for a keyframe, and if `images` does not have the complete image.
+        None for a keyframe, or if `images` lacks the complete image.
         """
         image = None if self.form.base is None else images.get(self.form.base)
         return image if image is not None and image.is_complete else None
@@ -310,7 +310,7 @@ class EncodedVersion(Chunked):
     def decodable(self, index: int, base: memoryview | None) -> list[DecodeBlock | OpenBlock]:
         """Return work for the blocks that chunk `index` has completed.
 
-        For each block the work is returned only once. `storage` or `patch` must be set before the
+        The work for each block is returned only once. `storage` or `patch` must be set before the
         call.
 
         Args:
@@ -372,10 +372,10 @@ class EncodedVersion(Chunked):
         return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image
 
     def image(self, base: Transfer | None) -> Transfer:
-        """Return the decoded image, which takes over the memory.
+        """Return the decoded image. The image takes over the memory of this object.
 
         Args:
-            base: the image against which the delta is coded; None for a keyframe.
+            base: the image of the delta's base; None for a keyframe.
         """
         body = self._parts[-1].table.manifest
         signed = None if body is None else msgspec.msgpack.decode(body, type=SignedManifest)

@@ -1,14 +1,13 @@
-"""Eviction: which items a node drops, so that the size of its store stays limited.
+"""Eviction: chooses the items to drop, so that the size of a node's store stays limited.
 
 These items are kept:
 
 * the newest `keep_versions` complete images;
-* the newest keyframe, and the newest deltas that together are smaller than an image, because a node
-  that joins late fetches these deltas one by one;
-* an item that this node codes, fetches or decodes, and an item that a child fetches.
+* the newest keyframe, and the newest deltas, which a node that joins late fetches one by one; these
+  deltas are together smaller than an image;
+* items that this node codes, fetches or decodes, and items that children fetch.
 
-All other items are dropped, abandoned partial downloads first, because each reserves memory for a
-whole image. So the number of children limits the size of the store.
+All other items are dropped. So the number of children limits the size of the store.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, ItemId
 
 MAX_ENCODED_VERSIONS = 64
-"""Largest number of deltas that are kept for other nodes, however small the deltas are."""
+"""Largest number of deltas to keep for other nodes."""
 
 
 def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
     """Return the items to drop.
 
-    These are all items except three kinds: those in `keep`, the newest items, and the items that
-    other nodes may need.
+    All items are dropped except the items in `keep`, the newest items, and the items that other
+    nodes may need.
     """
     images, encoded_versions = store.images, store.encoded_versions
     kept = set(keep)
@@ -50,9 +49,9 @@ def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
 
 
 def with_base(item: ItemId | None) -> set[ItemId]:
-    """Return the item that is being fetched and its base's image.
+    """Return the item itself and, for a delta, the image of the delta's base.
 
-    The set is empty if `item` is None. Without a base it has one element.
+    The set is empty if `item` is None.
     """
     if item is None:
         return set()
@@ -61,9 +60,9 @@ def with_base(item: ItemId | None) -> set[ItemId]:
 
 
 def is_lean(store: ItemStore) -> bool:
-    """Return whether `expendable` would return nothing, whatever `keep` is.
+    """Return whether no item is expendable, for any `keep`.
 
-    This is the usual case, and the check is cheap.
+    This check is cheap, and the result is usually True.
     """
     if store.encoded_versions or len(store.images) > store.keep_versions:
         return False
@@ -72,10 +71,7 @@ def is_lean(store: ItemStore) -> bool:
 
 
 def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
-    """Return the newest keyframe, and the newest deltas that other nodes may need.
-
-    These deltas are together smaller than an image.
-    """
+    """Return the newest keyframe, and the newest deltas that together are smaller than an image."""
     space = max((image.num_bytes for image in store.images.values()), default=0)
     usable = (item for item, encoded in store.encoded_versions.items() if not encoded.is_half)
     newest_first = sorted(usable, key=lambda item: item[0], reverse=True)
@@ -99,7 +95,7 @@ def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
 
 
 def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
-    """Return the partial deltas whose base is one of these versions, also indirectly."""
+    """Return the partial deltas that depend on one of these versions, also indirectly."""
     gone, halves = set(versions), []
     for item in sorted(store.encoded_versions, key=lambda item: item[0]):
         if store.encoded_versions[item].is_half and item[1].base in gone:
@@ -109,11 +105,11 @@ def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
 
 
 def damaged(store: ItemStore) -> list[ItemId]:
-    """Return all items to drop because the memory of an image is damaged.
+    """Return the items to drop when the memory of an image is damaged.
 
     Versions that deltas made from a damaged image are damaged too, and deltas are useless without
-    their base. So everything is dropped except an image that is being fetched. Each chunk of that
-    image is verified.
+    their base. So all items are dropped except partial images, whose chunks are verified on
+    arrival.
     """
     whole = (version for version, image in store.images.items() if image.is_complete)
     return [*((version, FULL) for version in whole), *store.encoded_versions]

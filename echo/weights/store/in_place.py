@@ -1,14 +1,14 @@
-"""In place: which delta may be written over its base, and how it is taken back.
+"""In-place patching: writes a delta over the image of its base, and can take the delta back.
 
-A delta on its base is opened block by block as its chunks arrive. An opened block is a
-`BlockPatch`: the positions of the changed words, the old words and the new words. When all blocks
-are open, the image is still unchanged, and only the new words remain to be written. `PatchMode`
-says which thread writes them. It is a thread of this node, or the engine that installs the version
-between two tokens that it samples. Afterwards the same memory holds the new version.
+As the chunks of a delta arrive, each block is decoded to a `BlockPatch`: the positions of the
+changed words, the old words and the new words. The image stays unchanged during this time. When all
+blocks are decoded, the new words are written over the image: by a thread of this node, or by the
+engine between two tokens when it installs the version (`PatchMode`). Afterwards the same memory
+holds the new version.
 
-The base can still be read, by children and by an engine that returns to it. A reader copies a block
-and restores the old words in the copy (`artifacts.py`). If an engine needs its bytes to stay
-unchanged, the base is copied and the copy is patched.
+Children, or an engine that returns to the base, can still read the base: a reader copies a block
+and restores the old words in the copy (`artifacts.py`). If an engine needs unchanged bytes, the
+base is copied and the copy is patched.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from echo.wire.messages import Form, ItemId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApplyPatch(Work):
-    """Work for a thread: write a complete patch over its base; then call `worked`."""
+    """Work for a thread: write a complete patch over its base."""
 
     patch: Patch
     image: memoryview
     store: VersionStore
 
     def run(self) -> str:
-        """Write the patch; return the disk's error, or ""."""
+        """Write the patch; return the disk's error, or "" for success."""
         try:
             self.store.begin_patch(self.patch)
         except OSError as error:
@@ -45,7 +45,7 @@ class ApplyPatch(Work):
 
 
 class InPlace:
-    """Decides which delta may be written over its base."""
+    """Decides which deltas may be written over their base."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class InPlace:
         encoded_versions: Mapping[ItemId, EncodedVersion],
         version_store: VersionStore,
     ) -> None:
-        """Start in the mode in which no delta is written over its base.
+        """Start with in-place patching switched off.
 
-        The arguments are the item store's own containers.
+        The arguments are shared with the item store.
         """
         self.mode: PatchMode = "copy"
         self._images, self._encoded_versions = images, encoded_versions
@@ -68,15 +68,15 @@ class InPlace:
 
     @property
     def ready(self) -> EncodedVersion | None:
-        """A delta that may be written over its base now; None if there is none.
+        """A delta that may be written over its base now; None if no delta is ready.
 
-        The changes of all its blocks are known, and the memory of its base still holds the base.
+        The delta's changes are known completely, and the memory of its base is not patched.
         """
         return next((each for each in self.open if not self.is_being_written(each)), None)
 
     @property
     def open(self) -> list[EncodedVersion]:
-        """The deltas that may be written over their base now, or are being written."""
+        """The deltas that are ready to be written over their base, or are being written."""
         found = []
         for encoded in self._encoded_versions.values():
             base = encoded.base_among(self._images) if encoded.is_ready else None
@@ -87,7 +87,7 @@ class InPlace:
     def is_being_written(self, encoded: EncodedVersion) -> bool:
         """Return whether a delta is being written over its base.
 
-        If so, `begin` was called for it, and not all its new words are written yet.
+        True from `begin` until all new words are written.
         """
         base = encoded.base_among(self._images) if encoded.is_ready else None
         return base is not None and encoded.patch in base.later
@@ -95,7 +95,7 @@ class InPlace:
     def begin(self, encoded: EncodedVersion) -> ApplyPatch:
         """Return the work that writes a delta over its base; the delta must be ready.
 
-        From now on readers of the base restore the old words in their copies.
+        From now on, readers of the base get copies with the old words.
         """
         base, patch = encoded.base_among(self._images), encoded.patch
         if base is None or patch is None:
@@ -105,12 +105,12 @@ class InPlace:
         return ApplyPatch(patch, memoryview(base.storage), self._version_store)
 
     def find(self, patch: Patch) -> EncodedVersion | None:
-        """Return the delta to which a patch belongs; None if it was dropped meanwhile."""
+        """Return the delta to which a patch belongs; None if the delta was dropped meanwhile."""
         encoded = self._encoded_versions.get((patch.version, Form("delta", patch.base)))
         return encoded if encoded is not None and encoded.patch is patch else None
 
     def take_back(self, encoded: EncodedVersion) -> None:
-        """Note that a delta's patch was not written over its base after all."""
+        """Undo `begin`: the patch of the delta was not written."""
         base = encoded.base_among(self._images)
         for image in [] if base is None else self._images_in(base.storage):
             image.later = [patch for patch in image.later if patch is not encoded.patch]

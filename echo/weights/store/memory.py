@@ -1,4 +1,4 @@
-"""The memory of images: where the bytes of an image are, and when memory is reused."""
+"""The memory of images: allocation and reuse."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from echo.wire.codec import Frame
 def allocate(num_bytes: int) -> memoryview:
     """Return memory for an image, with undefined bytes.
 
-    The system allocates its pages at the first write, chunk by chunk. A bytearray would be filled
-    with zeros at once. That blocks the node for 0.6 s per GB.
+    The system allocates each page at the first write to it. A bytearray would be filled with zeros
+    at once, which blocks the node for 0.6 s per GB.
     """
     return np.empty(num_bytes, dtype=np.uint8).data
 
 
 def touched_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return an array of zeros whose pages the system has allocated already."""
+    """Return an array of zeros with pages that are allocated already."""
     piece = np.empty(num_bytes, np.uint8)
     piece.fill(0)
     return piece
 
 
 class RecycledMemory:
-    """Memory for images, which is reused once nothing uses the earlier image.
+    """Memory for images. A piece is reused when its earlier image is no longer used.
 
-    Each image is lent through an exporter, an array over a piece of memory. Only views of the
-    exporter keep it alive. Views are slices, tensors and arrays over the memory, and frames that
-    libzmq has not sent yet. When the exporter is gone, the piece is free.
+    `take` lends a piece of memory through an exporter, an array over the piece. Views keep the
+    exporter alive: slices, tensors and arrays over the memory, and frames that libzmq has not sent
+    yet. When the exporter is garbage-collected, the piece is free.
     """
 
     def __init__(
@@ -46,14 +46,13 @@ class RecycledMemory:
         *,
         max_pieces: int = 1,
     ) -> None:
-        """Start with no memory; the first `take` makes it.
+        """Start with no memory; the first `take` allocates all pieces.
 
         Args:
-            num_pieces: least number of pieces that will be in use at the same time. The first
-                `take` makes all of them, so that no later image waits until the system has
-                allocated pages.
-            make: returns a piece of zeros of the given number of bytes.
-            max_pieces: calls of `grow` raise the number of pieces to at most this number.
+            num_pieces: smallest number of pieces to allocate. The first `take` allocates these
+                pieces, so that no later image waits for the allocation of pages.
+            make: a function that returns a piece of zeros with the given number of bytes.
+            max_pieces: largest number of pieces after calls of `grow`.
         """
         self._num_pieces, self._max_pieces = num_pieces, max_pieces
         self._make = make
@@ -62,7 +61,7 @@ class RecycledMemory:
 
     @property
     def has_free(self) -> bool:
-        """Whether `take` could reuse memory now, or has never been called."""
+        """Whether a piece is free, or `take` has never been called."""
         are_read = [exporter() is not None for _, exporter in self._lent]
         return bool(self._free) or not are_read or not all(are_read)
 
@@ -75,15 +74,15 @@ class RecycledMemory:
         return bool(self._lent) and self._num_pieces < self._max_pieces
 
     def grow(self) -> None:
-        """Make one more piece of memory, as large as the last image.
+        """Allocate one more piece of memory, as large as the last image.
 
-        Any thread may call this method, but not while another thread calls `take`.
+        Any thread may call this method while no thread calls `take`.
         """
         self._free.append(self._make(self._lent[-1][0].nbytes))
         self._num_pieces += 1
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return memory of `num_bytes`, which contains zeros or the bytes of an earlier image."""
+        """Return memory of `num_bytes` that contains zeros or the bytes of an earlier image."""
         self._free += [piece for piece, exporter in self._lent if exporter() is None]
         self._lent = [each for each in self._lent if each[1]() is not None]
         num_kept = max(1, self._num_pieces - len(self._lent))
@@ -102,13 +101,13 @@ Write: TypeAlias = Callable[[memoryview, Frame], None]
 
 
 class VersionStore:
-    """Keeps images in this process's memory, with no limit on their size.
+    """Keeps images in this process's memory, without a limit on their size.
 
     `runtime/disk_store.py` has a store with a limit, and a store that survives the process.
     """
 
     may_block = False
-    """Whether `write` may take long, so that a thread must call it."""
+    """Whether `write` may block, so that a thread must call `write`."""
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
         """Return memory for the image of a version.
@@ -119,13 +118,13 @@ class VersionStore:
         return allocate(num_bytes)
 
     def sealed(self, version: PolicyVersion, signed: bytes) -> None:
-        """Store the signed manifest of an image that was created without it."""
+        """Store the signed manifest of an image that was created without a manifest."""
 
     def drop(self, version: PolicyVersion) -> None:
-        """Drop the image of a version; readers may continue to use its memory."""
+        """Drop the image of a version. Readers may continue to use the image's memory."""
 
     def write(self, place: memoryview, data: Frame) -> None:
-        """Copy a chunk to its place in an image; thread-safe; called once for each chunk.
+        """Copy a chunk to its place in an image. Called once for each chunk; thread-safe.
 
         Raises:
             OSError: if the disk refuses the write.
@@ -133,16 +132,16 @@ class VersionStore:
         fill(place, data)
 
     def begin_patch(self, patch: Patch) -> None:
-        """Mark an image as about to be written in place; thread-safe.
+        """Mark an image before a patch is written over it; thread-safe.
 
         Raises:
             OSError: if the disk refuses the mark.
         """
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Remove the mark of `begin_patch`, because the image has the base's words again.
+        """Remove the mark of `begin_patch`, after the old words were restored.
 
-        The thread that called `begin_patch` calls this method.
+        Call this method in the thread that called `begin_patch`.
         """
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:

@@ -1,4 +1,4 @@
-"""Patches: which bytes of an image a delta changes, with the old bytes to undo the changes."""
+"""Patches: the bytes of an image that a delta changes, and the old bytes to undo the changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.delta import BlockPatch
 
 PatchMode: TypeAlias = Literal["copy", "now", "on_install"]
-"""When a delta is written over its base: never, so that a copy is patched ("copy"); as soon as the
-changes of all its blocks are known ("now"); or when the engine installs the version ("on_install").
+"""When a delta is written over its base. "copy": never, a copy is patched instead. "now": as soon
+as the changes of all blocks are known. "on_install": when the engine installs the version.
 """
 
 
@@ -43,7 +43,7 @@ class Patch:
             block.write(image[start : start + self.block_bytes])
 
     def take_back(self, piece: memoryview, first: int = 0) -> None:
-        """Write the old words into `piece`, which may have old or new words there.
+        """Write the old words into `piece`, which may contain old or new words.
 
         Args:
             piece: the image, or a copy of a run of its blocks.

@@ -1,8 +1,8 @@
-"""The item store: the versions that a node has, as images and as encoded versions.
+"""The item store: the images and encoded versions of a node.
 
-An **item** is one version in one form, which nodes send chunk by chunk. The image with its manifest
-is a `Transfer`. A delta or keyframe is an `EncodedVersion`. Both are `Chunked`: they are served and
-fetched in the same way.
+An **item** is one version in one form. An image with its manifest is a `Transfer`. A delta or
+keyframe is an `EncodedVersion`. `Transfer` and `EncodedVersion` are `Chunked`: nodes fetch and
+serve both in the same way, chunk by chunk.
 
     learner   image -> blocks -> coded blocks -> segments, each signed as soon as it is coded
     network   the chunks of each segment, in any order, verified one by one
@@ -19,9 +19,9 @@ Each of these files decides one thing:
     trust.py       which manifests and tables are the learner's
     store.py       which items are held, which can be decoded, and what is announced
 
-**Resume.** A new process continues an image that a killed process has left incomplete. It keeps the
-chunks that match the hashes in the signed manifest, and fetches the others. Encoded versions are
-fetched again, and so is an image that was being written in place.
+**Resume.** A new process continues the incomplete image of a killed process: it keeps the chunks
+that match the hashes in the signed manifest, and fetches all other chunks. Encoded versions, and
+images that were being patched in place, are fetched again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from echo.wire.messages import FULL, EncodedVersionOffer, ItemId
 
 
 class ItemStore:
-    """Has the images of a node by version, and its encoded versions by item."""
+    """The images of a node by version, and the encoded versions by item."""
 
     def __init__(
         self, *, keep_versions: int = KEEP_VERSIONS, version_store: VersionStore | None = None
@@ -46,8 +46,8 @@ class ItemStore:
         """Start with no items.
 
         Args:
-            keep_versions: number of complete images to keep; at least 1. Children may fetch them,
-                and this node may fall back to an older one.
+            keep_versions: number of complete images to keep; at least 1. Children may fetch these
+                images, and this node may fall back to an older image.
             version_store: provides the memory of images; None for memory without a limit.
         """
         self.keep_versions = keep_versions
@@ -58,7 +58,7 @@ class ItemStore:
         self._sent = SentChunks()
 
     def get(self, item: ItemId) -> Chunked | None:
-        """Return an item, complete or partial; None if it is not in the store."""
+        """Return an item, complete or partial; None if the store lacks the item."""
         version, form = item
         return self.images.get(version) if form == FULL else self.encoded_versions.get(item)
 
@@ -92,7 +92,7 @@ class ItemStore:
         The first segment reserves memory for the decoded image.
 
         Returns:
-            Why this node cannot use the encoded version; "" if this node can use it.
+            The reason why this node cannot use the encoded version; "" for no reason.
 
         Raises:
             StorageError: if there is no space.
@@ -117,13 +117,13 @@ class ItemStore:
         return ""
 
     def may_block(self, item: ItemId) -> bool:
-        """Return whether writing a chunk of an item may take long, and so needs a thread."""
+        """Return whether writing a chunk of an item may block, and so needs a thread."""
         return item[1] == FULL and self.version_store.may_block
 
     def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock | OpenBlock]:
-        """Return work for the blocks that can be decoded now that chunk `index` is written.
+        """Return work for the blocks that the newly written chunk `index` completes.
 
-        There is no such work while a patch is being written over the memory of the base.
+        The list is empty while the base is missing or is being patched.
         """
         if encoded.form.base is None:
             return encoded.decodable(index, None)
@@ -133,7 +133,7 @@ class ItemStore:
         return encoded.decodable(index, memoryview(base.storage))
 
     def decodable_on(self, version: PolicyVersion) -> list[DecodeBlock | OpenBlock]:
-        """Return work for the blocks that can be decoded now that `version` is complete."""
+        """Return work for the blocks that need the newly complete `version` as their base."""
         return [
             work
             for each in self.encoded_versions.values()
@@ -151,25 +151,25 @@ class ItemStore:
             self.version_store.sealed(encoded.version, encode_signed(image.signed))
 
     def end_patch(self, encoded: EncodedVersion) -> None:
-        """Add the image of the version that a patch has made from its base."""
+        """Add the image that a patch has made from its base."""
         self.add(encoded.image(encoded.base_among(self.images)))
         assert encoded.form.base is not None
         self.version_store.advance(encoded.form.base, encoded.version)
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the learner's manifest to an image; return why it does not fit, or ""."""
+        """Add the learner's manifest to an image; return why the manifest does not fit, or ""."""
         fault = self.images[version].seal(signed, manifest)
         if not fault:
             self.version_store.sealed(version, encode_signed(signed))
         return fault
 
     def chunk_bytes(self, item: ItemId | None) -> int:
-        """Return the size of an item's chunks in bytes; 1 MiB if it is not known."""
+        """Return the size of an item's chunks in bytes; 1 MiB if unknown."""
         found = None if item is None else self.get(item)
         return found.chunk_size(0) if found is not None and found.num_chunks else 1 << 20
 
     def drop(self, item: ItemId) -> None:
-        """Drop an item, and the memory that belongs to it."""
+        """Drop an item and its memory."""
         version, form = item
         if form == FULL:
             image = self.images.pop(version, None)
@@ -185,8 +185,7 @@ class ItemStore:
     def held(self) -> set[PolicyVersion]:
         """The versions that this node can install.
 
-        Such a version is complete, or a patch will make it from its base. The patch is ready, or is
-        being written.
+        These are the complete versions, and the versions whose patch is ready or being written.
         """
         whole = {version for version, image in self.images.items() if image.is_complete}
         return whole | {encoded.version for encoded in self.in_place.open}
@@ -198,9 +197,9 @@ class ItemStore:
 
     @property
     def newest_signed(self) -> PolicyVersion | None:
-        """The newest complete version whose manifest has arrived; None if there is none.
+        """The newest complete version whose manifest has arrived; None without such a version.
 
-        A child asks its parent to announce the versions that are newer.
+        A child asks its parent to announce newer versions than this one.
         """
         signed = (v for v, image in self.images.items() if image.signed and image.is_complete)
         return max(signed, default=None)
@@ -212,17 +211,16 @@ class ItemStore:
 
     @property
     def newest_known(self) -> PolicyVersion | None:
-        """The newest version in any form, complete or partial; None if there is none."""
+        """The newest version in any form, complete or partial; None if the store is empty."""
         versions = [*self.images, *(version for version, _ in self.encoded_versions)]
         return max(versions, default=None)
 
     def announcement(
         self,
     ) -> tuple[PolicyVersion, tuple[EncodedVersionOffer, ...], bytes | None] | None:
-        """Return the content of an Announce: (version, offers, signed manifest of its image).
+        """Return the content of an Announce: (version, offers, signed manifest of the version).
 
-        If no image can be sent, the manifest is None. If the store has no version, the whole result
-        is None.
+        The manifest is None if no image can be sent. The result is None if the store is empty.
         """
         offers = tuple(
             EncodedVersionOffer(version, form.base, encoded.num_bytes)

@@ -1,9 +1,8 @@
-"""Trust: which manifests and tables were made by the learner.
+"""Trust: verifies that manifests and tables were made by the learner.
 
-Any node of the run may be a parent. So a node checks the learner's signature on manifests and
-segment tables, in this module. `roles/joining.py` checks the signature of the Welcome, which
-contains the learner's key. Chunks are sent encrypted (`cipher.py`), and each node verifies the
-chunks that it receives.
+Any node of the run may be a parent. So this module checks the learner's signature on manifests and
+segment tables. `roles/joining.py` checks the signature of the Welcome, which contains the learner's
+key. A node verifies each received chunk by the hashes in manifests and tables.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Turn a RemoteProtocolError of the `with` block into a ForgedError.
+    """Raise a RemoteProtocolError of the `with` block as a ForgedError.
 
-    The block verifies what a peer has forwarded. ForgedError says that the learner did not sign it.
+    ForgedError means that the learner did not sign a forwarded manifest or table.
     """
     try:
         yield
@@ -36,18 +35,18 @@ class TrustedManifests:
     """Verifies manifests and tables with the learner's key, and keeps verified manifests."""
 
     def __init__(self) -> None:
-        """Start with no key; nothing can be verified before `set`."""
+        """Start with no key. Call `set` before any verification."""
         self.manifests: dict[PolicyVersion, tuple[SignedManifest, Manifest]] = {}
         self.local_image: tuple[bytearray, bytes] | None = None
-        """An image that this machine had already, and its hash; None without one."""
+        """An image that this machine had already, and the image's hash; None without an image."""
         self._public_key: bytes | None = None
         self.run_id = ""
         self._max_image_bytes = 0
 
     def set(self, *, public_key: bytes, run_id: str, max_image_bytes: int) -> None:
-        """Accept manifests and tables that this key has signed for this run.
+        """Set the learner's key, the run, and the largest size of an image.
 
-        Their images may have at most `max_image_bytes`.
+        From now on, manifests and tables are verified against these values.
         """
         self._public_key, self.run_id, self._max_image_bytes = public_key, run_id, max_image_bytes
 
@@ -62,7 +61,7 @@ class TrustedManifests:
         return self._public_key
 
     def manifest(self, version: PolicyVersion, frame: Frame) -> Manifest:
-        """Verify the manifest of a version that a parent announced, and return it.
+        """Verify and return the manifest of a version that a parent announced.
 
         Raises:
             ForgedError: if the manifest is of another version, is malformed, or was not signed by
@@ -84,9 +83,9 @@ class TrustedManifests:
         return self.manifests[version][1]
 
     def use_local_image(self, version: PolicyVersion) -> Transfer | None:
-        """Return this machine's own image if it is the image of `version`, else None.
+        """Return this machine's own image if the image has the hash of `version`, else None.
 
-        Only the first announced version is compared with it. Afterwards the image is dropped.
+        Only the first announced version is compared. Afterwards the image is dropped.
         """
         found, local = self.manifests.get(version), self.local_image
         if found is None or local is None:
@@ -99,7 +98,7 @@ class TrustedManifests:
         return Transfer(signed, manifest, local[0], has_chunk, manifest.num_chunks)
 
     def segment(self, encoded: EncodedVersion, frame: Frame) -> SegmentTable:
-        """Verify the next table of an encoded version, and return it.
+        """Verify and return the next table of an encoded version.
 
         Raises:
             ForgedError: if the table is not the next one, is malformed, or was not signed by the

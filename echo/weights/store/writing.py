@@ -1,4 +1,4 @@
-"""Chunks on their way into the store: verified and written, or kept until their table arrives."""
+"""Received chunks: verification and writing, and early chunks that wait for their table."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Chunk, ItemId
 
 WRONG_HASH = "its hash is wrong"
-"""What `run` returns for a chunk that does not match the hash that the learner signed; all other
-results are errors of the disk."""
+"""The result of `run` for a chunk that does not match the signed hash."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteChunk(Work):
-    """Work for a thread: verify a chunk and write it; then call `worked`."""
+    """Work for a thread: verify and write a chunk."""
 
     item_id: ItemId
     item: Chunked
@@ -29,10 +28,10 @@ class WriteChunk(Work):
     """The link to the parent that sent the chunk."""
     data: Frame
     write: Write | None
-    """The version store's `write`, if a write may take long; None to write to memory."""
+    """The version store's `write`, if a write may block; None to write to memory."""
 
     def run(self) -> str:
-        """Verify and write the chunk; return WRONG_HASH, the disk's error, or "" for success."""
+        """Verify and write the chunk; return "" for success, WRONG_HASH, or the disk's error."""
         item, index = self.item, self.index
         is_whole = len(self.data) == item.chunk_size(index)
         if not is_whole or blake3(self.data).digest() != item.chunk_hash(index):
@@ -45,8 +44,7 @@ class WriteChunk(Work):
 
 
 EARLY_BYTES = 64 << 20
-"""Largest number of bytes of chunks that are kept before their table arrives: the largest window of
-a link."""
+"""Largest number of bytes of early chunks to keep: the largest window of a link."""
 
 
 class EarlyChunks:
@@ -60,7 +58,7 @@ class EarlyChunks:
     def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
         """Keep a chunk until its table arrives.
 
-        A chunk that would exceed EARLY_BYTES is discarded, and requested again after a silence.
+        If the chunks would exceed EARLY_BYTES, the chunk is discarded, and requested again later.
         """
         size = self._charge(payload)
         if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:

@@ -1,39 +1,36 @@
-"""The topology plan: from which parents each node fetches weights, and when to plan again.
+"""The topology plan: chooses the parents of each node, and decides when to plan again.
 
-A plan is one tree over all nodes, which may be a chain or a star. It lists the parents of each node
-in order of preference: first the parent in the tree, then stand-ins, and always the learner last.
-So a node can turn to another parent without a message from the learner.
+A plan is one tree over all nodes, possibly a chain or a star. The plan lists the parents of each
+node in order of preference: first the parent in the tree, then stand-ins (other possible parents),
+and last the learner. So a node can change to another parent without a message from the learner.
 
-**Plan.** `plan_topology` builds several trees (`trees.py`), and predicts the time of each for this
-payload (`throughput.py`). It chooses among them in two steps. First it keeps the plans that take at
-most 1.5 times as long as the fastest plan. Of these it keeps only the plans with the fewest links
-between regions. So a version enters each region once, unless that would take much longer. It may
-take longer because no node of a region can serve others, for example. Then it compares the plans
-that are about as fast as the fastest remaining plan, and takes the cheapest of them. The cheapest
-has the fewest paid bytes, then the fewest copies from the learner. So the learner sends a version
-once, unless a second copy clearly saves time.
+**Plan.** `plan_topology` builds several trees (`trees.py`), predicts the broadcast time of each
+tree (`throughput.py`), and chooses in three steps. First, drop the plans that take more than 1.5
+times as long as the fastest plan. Second, keep only the plans with the fewest links between
+regions. So a version usually enters each region once. Third, among the plans about as fast as the
+fastest remaining plan, take the cheapest: the plan with the fewest paid bytes, then with the fewest
+copies from the learner. So the learner usually sends a version once.
 
-**Replan.** The learner's `Planner` makes a plan when a node joins, leaves, or was found to send
-wrong chunks. Each transfer gives new measurements of the links. So a plan is also made every
-REPLAN_S while versions take longer than WORTHWHILE_S to spread.
+**Replan.** The learner's `Planner` makes a plan when a node joins, leaves, or sends wrong chunks.
+Each transfer measures the links again. So while a broadcast takes longer than WORTHWHILE_S, a plan
+is also made every REPLAN_S.
 
-A node that changes its parent during a broadcast loses time and the chunks under way. So a new plan
-must then save more time. Therefore a plan is also made just before a version is sent. This plan is
-skipped if another was made between two broadcasts less than REPLAN_S ago. If versions follow each
-other closely, all plans would otherwise be made during broadcasts. Measurements would then have no
-effect.
+A node that changes its parent during a broadcast loses time and the chunks under way. So during a
+broadcast a new plan must save more time. A plan is also made just before a version is sent, but at
+most every REPLAN_S. Otherwise, if versions follow each other closely, all plans would be made
+during broadcasts, and measurements would have no effect.
 
-The plan in force is patched until another plan would save a set share of the time. So small changes
-of measured rates change no node's parent. A new plan is made from scratch only in a small fleet,
-when a node that can serve joins or leaves. The first plan of a fleet that has just joined is made
-without measurements. If an uplink is measured for the first time after a plan was made, another
-plan follows NEWS_S after that plan.
+The plan in force is kept, with changes only for nodes that join or leave, until another plan would
+save MIN_GAIN of the time. So small changes of measured rates change no node's parent. In a small
+fleet, a plan is made from scratch when a node that can serve joins or leaves. The first plan is
+made without measurements. When an uplink has been measured for the first time, the next plan is
+made NEWS_S after the last plan.
 
-**Inputs.** The planner knows of each node: the rate of its uplink, from the chunks that its
-children have acknowledged; the rate of its downlink, if the downlink limits the node (`sites.py`);
-its round-trip time to its parent; its region and the price of its traffic, from its configuration;
-and which other nodes have sent this node wrong chunks. Nodes that have sent wrong chunks serve no
-node until their quarantine ends.
+**Inputs.** For each node the planner has: the rate of the uplink, from the chunks that children
+have acknowledged; the rate of the downlink, if the downlink limits the node (`sites.py`); the
+round-trip time to the parent; the region and the price of traffic, from the node's configuration;
+and the suspects, nodes that sent this node wrong chunks. Suspects serve no node until their
+quarantine ends.
 """
 
 from __future__ import annotations
@@ -86,13 +83,13 @@ Parents = Mapping[str, tuple[Hop, ...]]
 def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
     """Return each node's parents in order of preference.
 
-    The first is the parent in the tree. Stand-ins follow.
+    The first parent is the parent in the tree. Other possible parents follow as stand-ins.
 
     Args:
         fleet: the learner and the nodes.
         parents: the parent of each node in the tree.
-        previous: the lists of parents in force; a list that is still valid is kept, so that its
-            node gets no message.
+        previous: the present lists of parents. A list that is still valid is kept, so that the node
+            gets no message.
     """
     counts = num_children(parents)
     numbers = {name: index for index, name in enumerate(fleet.names)}
@@ -109,7 +106,7 @@ def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
 
 
 class _Rows:
-    """A tree as rows of nodes with the same number of hops from the learner."""
+    """A tree, divided into rows: nodes with the same number of hops from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
         """Sort the nodes that can serve into rows, and number each parent's children."""
@@ -127,12 +124,12 @@ class _Rows:
                 self._rows[self._depths[node]].append(node)
 
     def stand_ins(self, node: int, counts: Sequence[int]) -> list[int]:
-        """Return the parents of a node, in order of preference, as numbers.
+        """Return the numbers of a node's parents, in order of preference.
 
-        The parent in the tree comes first, then stand-ins, and the learner last. If the parent
-        dies, the grandparent can serve one more child. So only the first child turns to the
-        grandparent. The other children first turn to nodes in the parent's row, if possible each to
-        a different one.
+        The parent in the tree comes first, then stand-ins, then the learner. The stand-in of a
+        parent's first child is the grandparent, which can serve one more child if the parent dies.
+        The stand-ins of the other children are nodes in the parent's row, if possible a different
+        node for each child.
         """
         above = [self._parents[node]]
         while above[-1] > 0 and len(above) < MAX_PARENTS:
@@ -155,8 +152,8 @@ class _Rows:
     ) -> bool:
         """Return whether a former list of parents is still valid for a node.
 
-        The list must begin with the node's parent in the tree, and end with the learner. All its
-        nodes must be able to serve, and be nearer to the learner.
+        A valid list begins with the node's parent in the tree and ends with the learner. All listed
+        nodes can serve, and are nearer to the learner.
         """
         chosen = [numbers.get(name, -1) for name, _ in old]
         return (
@@ -182,11 +179,11 @@ class _Rows:
 # plan is not patched.
 
 MOST_CHANGED = 0.25
-"""A plan is patched only if at most this share of its links has changed."""
+"""Largest share of changed links for which a plan is kept and changed instead of replaced."""
 
 
 def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
-    """Return the tree of a former plan, fitted to the present nodes.
+    """Return the tree of a former plan, changed only for nodes that joined or left.
 
     None if too many links have changed.
 
@@ -238,15 +235,15 @@ def _below(children: list[list[int]], node: int) -> list[int]:
 
 
 class _Hosts:
-    """Chooses parents for nodes that are new or have lost theirs."""
+    """Chooses parents for nodes that are new or have lost their parent."""
 
     def __init__(self, fleet: Sites, counts: list[int], share: float, former: int) -> None:
         """Prepare to choose parents.
 
         Args:
             fleet: the learner and the present nodes.
-            counts: number of children that each node serves; the caller keeps it up to date.
-            share: bytes per second that a link should carry.
+            counts: number of children of each node; the caller updates this list.
+            share: wanted rate of each link, in bytes per second.
             former: number of children that the learner served in the former plan.
         """
         self._fleet, self._counts, self._share, self._former = fleet, counts, share, former
@@ -254,18 +251,18 @@ class _Hosts:
     def extend_latencies(
         self, latencies: list[float], parents: list[int], nodes: list[int]
     ) -> None:
-        """Set the latency from the learner to each of `nodes`, in seconds.
+        """Compute the latency from the learner to each of `nodes`, in seconds, into `latencies`.
 
-        `nodes` has each parent before its children.
+        In `nodes`, each parent comes before its children.
         """
         for node in nodes:
             hop_s = self._fleet.rtt_s(parents[node], node) / 2 + HOP_WORK_S
             latencies[node] = latencies[parents[node]] + hop_s
 
     def choose(self, reached: list[int], latencies: list[float], node: int) -> int:
-        """Return the parent for a node, among the nodes that are reached already.
+        """Return the parent for a node, one of the nodes in `reached`.
 
-        The learner gets more children than in the former plan only if no other node can serve.
+        If another node can serve, the learner gets no more children than in the former plan.
         """
         fleet = self._fleet
         hosts = [i for i in reached if fleet.uplinks[i] > 0]
@@ -290,44 +287,43 @@ class _Hosts:
 Kind = Literal["chain", "tree", "star"]
 
 THRIFT = 0.05
-"""Share of the fastest plan's time. A plan that takes longer by at most this share counts as
-equally fast."""
+"""A plan counts as equally fast if it takes longer than the fastest plan by at most this share."""
 
 INSIGNIFICANT_S = 0.25
-"""A plan counts as equally fast if it takes at most this many seconds longer than the fastest.
+"""A plan counts as equally fast if it takes at most this many seconds longer than the fastest plan.
 
-A training step takes far longer than these seconds.
+A training step takes far longer.
 """
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Trees are built for these shares of the best rate. A lower rate gives a flatter tree, which is
-faster for a small payload."""
+"""Shares of the best rate for which trees are built. A lower rate gives a flatter tree, which is
+faster for a small payload.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was compared with others."""
+    """One of the plans that the planner compared."""
 
     kind: Kind
     predicted_s: float
     rate_bytes_per_s: float
-    """Predicted rate of the slowest receiver, bytes per second."""
+    """Predicted rate of the slowest receiver, in bytes per second."""
     learner_copies: int
     """Number of copies of the payload that the learner would send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A plan: the parents of each node, in order of preference, with its prediction."""
+    """A plan: the parents of each node, in order of preference, and the predicted time and rate."""
 
     kind: Kind
     parents: Parents
-    """Node id -> ((node id, address), ...), the learner last."""
+    """Node id -> ((node id, address) of each parent, the learner last)."""
     predicted_s: float
-    """Predicted seconds until the last node, stragglers apart, has the payload."""
+    """Predicted seconds until all nodes have the payload, except stragglers (`sites.py`)."""
     rate_bytes_per_s: float
-    """Predicted rate of the slowest receiver, bytes per second; a node that receives clearly less
-    is limited by its own downlink."""
+    """Predicted rate of the slowest receiver, in bytes per second."""
     candidates: tuple[Candidate, ...]
     """The plans that were compared, the fastest first."""
 
@@ -342,18 +338,19 @@ def plan_topology(
     previous: Topology | None = None,
     min_gain: float = 0.1,
 ) -> Topology:
-    """Return the plan by which a payload of this size is distributed.
+    """Return the plan to distribute a payload of this size.
 
     Args:
         sites: every live node except the learner, in a stable order (the order of joining).
-        learner: the learner. An empty address, or None, stands for the address at which a node has
-            reached the learner.
+        learner: the learner. If its address is empty or None, nodes use the address at which they
+            have reached the learner.
         payload_bytes: typical size of one version on the wire, in bytes.
-        chunk_bytes: size of a chunk, the unit in which nodes forward.
-        rtt_s: returns the round-trip time between two node ids, in seconds; an assumed time if it
-            is unknown.
-        previous: the plan in force. It is kept, patched for nodes that joined or left, while no
-            other plan is clearly better, because a change of parents costs new connections.
+        chunk_bytes: size of a chunk, in bytes. Nodes forward chunk by chunk.
+        rtt_s: returns the round-trip time between two node ids, in seconds; an assumed time if
+            unknown.
+        previous: the plan in force. While no other plan is clearly better, this plan is kept,
+            changed only for nodes that joined or left, because a change of parents costs new
+            connections.
         min_gain: share of the predicted time that a new plan must save to replace the plan in
             force.
     """
@@ -403,14 +400,15 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether a plan of `other_s` saves too little to replace this plan."""
+        """Return whether another plan, of `other_s` seconds, saves too little."""
         return self.seconds * (1 - min_gain) <= other_s
 
 
 def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
-    """Return the plans that are fast enough and cross regions least often.
+    """Return the fast plans with the fewest links between regions.
 
-    The plans come in order of speed, the fastest first, and stay in this order.
+    A plan is fast if it is at most REGION_COST slower than the fastest plan. Arguments and results
+    are sorted, the fastest plan first.
     """
     enough_s = plans[0].seconds + max(REGION_COST * plans[0].seconds, INSIGNIFICANT_S)
     near = [plan for plan in plans if plan.seconds <= enough_s]
@@ -429,7 +427,7 @@ class _Planner:
         self._has_regions = len(set(fleet.regions)) > 1
 
     def keep(self, previous: Topology) -> _Plan | None:
-        """Return the plan in force, patched for nodes that joined or left.
+        """Return the plan in force, changed only for nodes that joined or left.
 
         None if too many links have changed.
         """
@@ -450,9 +448,9 @@ class _Planner:
         return sorted(plans, key=lambda plan: plan.seconds)
 
     def _bounded(self, does_spare_learner: bool, is_by_region: bool, best_s: float) -> list[_Plan]:
-        """Return a degree-bounded tree for the best rate, and trees for lower rates.
+        """Return degree-bounded trees: a tree for the best rate, and trees for lower rates.
 
-        Lower rates are tried as long as their trees could be faster than `best_s`.
+        Lower rates are tried while their trees could take less than `best_s` seconds.
         """
         plans: list[_Plan] = []
         for share in SHARES:
@@ -486,12 +484,12 @@ class _Planner:
 
 
 def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
-    """Return each node's parents, preferred first, in a plan that is a single chain.
+    """Return each node's parents, preferred first, in a plan that is one chain.
 
     The chain has the relays first, then the workers that can be dialled. All other nodes are
-    leaves. The learner does not send its own address, since each node has already reached the
-    learner. A suspected node serves only leaves, because a leaf may be unable to reach the learner.
-    In a leaf's list of parents, suspected nodes stand just before the learner.
+    leaves. The learner's address is empty, since each node has already reached the learner. A
+    suspected node serves only leaves, as the last parent before the learner: a leaf may be unable
+    to reach the learner.
 
     Args:
         sites: every live node except the learner, in a stable order (the order of joining).
@@ -512,14 +510,15 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
 
 
 PLAN_S = 1e-2
-"""Least pause between two plans, in seconds per node of the fleet: 10 s with 1000 nodes. Therefore
-nodes that join at about the same time cause only one plan."""
+"""Shortest pause between two plans, in seconds per node of the fleet: 10 s with 1000 nodes. So
+nodes that join at about the same time cause only one plan.
+"""
 REPLAN_S = 10.0
-"""Seconds between two plans while versions take long to spread."""
+"""Seconds between two plans while broadcasts take longer than WORTHWHILE_S."""
 NEWS_S = 2.0
-"""The next plan follows the last one by this many seconds if an uplink was first measured since.
+"""Seconds from the last plan to the next plan if an uplink has been measured for the first time.
 
-Several probes end at about the same time, and the plan can use them all.
+Several probes end at about the same time, so one plan can use all their results.
 """
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 """Share of the predicted time that another plan must save to replace the plan in force.
@@ -528,14 +527,16 @@ The first value applies between broadcasts, the second during a broadcast.
 """
 WORTHWHILE_S = 0.5
 MAX_REBUILT = 64
-"""Largest fleet for which a plan is made from scratch when a serving node joins or leaves."""
+"""Largest number of nodes for which a plan is made from scratch when a serving node joins or
+leaves.
+"""
 ASSUMED_PAYLOAD_BYTES = 1 << 30
 """Assumed size of a version, in bytes, before the first version is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The planner's knowledge of the links at one instant."""
+    """A snapshot of the planner's measurements of all links."""
 
     learner: Site
     sites: tuple[Site, ...]
@@ -550,7 +551,7 @@ class _View:
         previous: Topology | None = None,
         min_gain: float = 0.0,
     ) -> Topology:
-        """Return the plan for these sites, with the links as they are in this view."""
+        """Return the plan for these sites, computed from this snapshot."""
         return plan_topology(
             sites,
             learner=self.learner,
@@ -574,15 +575,14 @@ class _View:
 
 
 class Planner:
-    """Holds the learner's present plan, and decides when to make another one."""
+    """Holds the learner's present plan, and decides when to make a new plan."""
 
     def __init__(self, *, learner: Site, chunk_bytes: int) -> None:
         """Start with no nodes and no plan.
 
         Args:
-            learner: the learner. An empty address stands for the address at which a node has
-                reached the learner. The rate of its uplink is used until transfers have measured
-                it.
+            learner: the learner. If its address is empty, nodes use the address at which they have
+                reached the learner. Its uplink rate is used until transfers have measured the rate.
             chunk_bytes: size of a chunk, used until a version has been published.
         """
         self.learner = learner
@@ -599,12 +599,12 @@ class Planner:
         self._listening: tuple[str, ...] = ()
 
     def expect(self, payload: Chunked | None) -> None:
-        """From now on, plan for versions with the payload's size and chunk size."""
+        """Plan from now on for versions with the size and chunk size of `payload`."""
         if payload is not None and payload.num_chunks:
             self.payload_bytes, self.chunk_bytes = payload.num_bytes, payload.chunk_size(0)
 
     def is_due(self, *, now: float, is_between: bool = False) -> bool:
-        """Return whether new measurements may justify another plan.
+        """Return whether to make a plan because of new measurements.
 
         Args:
             now: the present time.
@@ -620,7 +620,7 @@ class Planner:
         return now >= (self._rested_at if is_between else self._planned_at) + period_s
 
     def learn(self, stats: NodeStats, *, former: NodeStats) -> None:
-        """Note a node's statistics; a first report of its uplink makes another plan due."""
+        """Note a node's statistics. The first measurement of an uplink makes a new plan due."""
         if stats.uplink_bytes_per_s is not None and former.uplink_bytes_per_s is None:
             self.has_news = True
 
@@ -632,16 +632,14 @@ class Planner:
         now: float,
         is_between: bool = False,
     ) -> dict[str, TopologyPlan]:
-        """Make a plan again and return the plan of every node, changed or not.
+        """Make a new plan; return the plan of every node, changed or unchanged.
 
-        Workers on standby get no weights. So they do not slow down the workers that generate, and
-        no traffic for them is paid. When they are activated again, they fetch what they lack, like
-        a node that joins late.
+        Workers on standby get no weights, so they cost no traffic and delay no other worker. When
+        activated again, a worker fetches the missing versions, like a node that joins late.
 
         Args:
             nodes: every live node except the learner, in the order in which they joined.
-            uplink_bytes_per_s: the measured rate of the learner's own uplink; None if it is
-                unknown.
+            uplink_bytes_per_s: the measured rate of the learner's own uplink; None if unknown.
             now: the present time.
             is_between: whether one version has been sent completely and the next will be sent soon.
         """
@@ -672,7 +670,7 @@ class Planner:
         now: float,
         is_between: bool = False,
     ) -> list[tuple[str, TopologyPlan]]:
-        """Make a plan again; return (node id, plan) of each node whose parents change.
+        """Make a new plan; return (node id, plan) of each node whose parents change.
 
         The arguments are those of `plan`.
         """
@@ -690,10 +688,10 @@ class Planner:
     def forecast(
         self, nodes: Sequence[PlannedNode], *, uplink_bytes_per_s: float | None
     ) -> Callable[[Collection[str]], float]:
-        """Return a function that predicts how long a broadcast to some of the nodes takes.
+        """Return a function that predicts the duration of a broadcast to some of the nodes.
 
-        The function gets node ids and returns seconds. It uses the links as they are known now, and
-        may be called in another thread.
+        The function takes node ids and returns seconds. It uses the present measurements of links.
+        Any thread may call it.
         """
         view = self._survey(nodes, uplink_bytes_per_s)
         payload_bytes, chunk_bytes = self.payload_bytes, self._forwarded_bytes
@@ -706,7 +704,7 @@ class Planner:
         return broadcast_s
 
     def _survey(self, nodes: Sequence[PlannedNode], uplink_bytes_per_s: float | None) -> _View:
-        """Return what is known about the links of these nodes and the learner."""
+        """Return a snapshot of the links of these nodes and the learner."""
         # Relays come first where no rate is known: they exist to serve.
         ordered = sorted(nodes, key=lambda node: node.role != "relay")
         suspects = {name for node in ordered for name in node.stats.suspects}
@@ -754,10 +752,10 @@ class Planner:
         }
 
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
-        """Make a plan that is a single chain with the relays first.
+        """Make a plan that is one chain, the relays first.
 
-        This plan is used if the learner's address is not known. Without the address, a node behind
-        a relay cannot fetch weights from the learner.
+        This plan is used if the learner's address is unknown: without the address, a node behind a
+        relay cannot fetch weights from the learner.
         """
         self.epoch += 1
         return {

@@ -1,15 +1,15 @@
-"""Sites: the nodes as the topology planner sees them, by number.
+"""Sites: the topology planner's records of the nodes, by number.
 
 The learner has the number 0, and the nodes are numbered from 1 in the order given. So plans are
 lists of integers.
 
-Rates that are not measured yet are assumed. An unknown uplink is the median of the known uplinks,
-the learner's included. An unknown uplink of the learner is the largest known uplink. If no uplink
-is known, all are assumed to be equal. An unknown downlink is assumed to be no limit, because
-downlinks are known only for nodes that are limited by them.
+Rates that are not measured yet are assumed. An unknown uplink gets the median of the known uplinks,
+including the learner's. An unknown uplink of the learner gets the largest known rate. If no uplink
+is known, all uplinks are assumed to be equal. An unknown downlink is assumed to be no limit,
+because a downlink is measured only if it is the limit.
 
-Some nodes serve no other node, so their uplink counts as 0. These are nodes that cannot be dialled,
-nodes that are suspected of having sent a corrupt chunk, and stragglers. A straggler's downlink is
+Three kinds of node serve no other node, and their uplink counts as 0: nodes that cannot be dialled,
+nodes suspected of sending corrupt chunks, and stragglers. A straggler is a node whose downlink is
 too slow to feed children.
 """
 
@@ -25,50 +25,55 @@ from echo.core.rollout import PolicyVersion
 from echo.wire.messages import NodeStats, TopologyPlan
 
 Hop = tuple[str, str]
-"""(node id, address) of a parent. If the address is empty, the node uses the address at which it
-has already reached this parent."""
+"""(node id, address) of a parent. An empty address means the address at which a node has already
+reached this parent.
+"""
 
 ASSUMED_BYTES_PER_S = 12.5e6
-"""Assumed rate of each uplink, 100 Mbit/s, if no rate is known; then only the proportions between
-nodes matter."""
+"""Assumed rate of each uplink if no rate is known: 100 Mbit/s. Then only the proportions between
+nodes matter.
+"""
 
 STRAGGLER_SHARE = 0.5
-"""A node is a straggler if its downlink is slower than this share of a certain rate.
+"""A node is a straggler if its downlink is slower than this share of the best rate.
 
-The rate is that which the uplinks could give every node. No plan waits for a straggler.
+The best rate is the highest rate at which all uplinks together can feed every node. No plan waits
+for a straggler.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the planner knows about a node."""
+    """The planner's record of a node."""
 
     node_id: str
     role: str
     address: str | None
-    """Address at which the node serves weights; None for a node that can only dial out and so is
-    always a leaf."""
+    """Address at which the node serves weights; None for a node that can only dial out. Such a node
+    is a leaf.
+    """
     uplink_bytes_per_s: float | None = None
-    """Rate of the node's uplink to all children together, bytes per second; None before a transfer
-    has measured it."""
+    """Rate of the node's uplink to all children together, in bytes per second; None before a
+    measurement.
+    """
     downlink_bytes_per_s: float | None = None
     """Rate of the node's downlink, bytes per second.
 
-    If the node receives as fast as its parent can send, the rate is unknown, and the value is None
-    (`weights/rates.py`).
+    None if unknown: the node receives as fast as its parent can send (`weights/rates.py`).
     """
     region: str = ""
-    """Name of the node's region; empty if it is unknown, so that no link of the node counts as a
-    link between regions."""
+    """Name of the node's region; empty if unknown. Links of an unknown region never count as links
+    between regions.
+    """
     price_per_gb: float = 0.0
     """Price of 1e9 bytes that leave the node's region."""
     is_suspect: bool = False
-    """Whether the node is in quarantine and so is always a leaf."""
+    """Whether the node is in quarantine. Such a node is a leaf."""
 
 
 @dataclass(slots=True)
 class PlannedNode:
-    """A live node as the planner sees it; the learner's role keeps it up to date."""
+    """The learner's record of a live node, for the planner."""
 
     node_id: str
     role: str
@@ -77,30 +82,31 @@ class PlannedNode:
     region: str = ""
     price_per_gb: float = 0.0
     stats: NodeStats = field(default_factory=NodeStats)
-    """The statistics in the node's last heartbeat: rates, parent, the version that it fetches."""
+    """The statistics in the node's last heartbeat, such as its rates and its parent."""
     installed: PolicyVersion | None = None
     is_standby: bool = False
     """Whether the node is on standby and gets no weights."""
     plan: TopologyPlan | None = None
-    """The plan that the node was sent last; None before the first."""
+    """The last plan sent to the node; None before the first plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sites:
     """The learner (number 0) and the nodes (from number 1).
 
-    Each property is a tuple by number.
+    Each field is a tuple with one entry for each number.
     """
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
-    """Address at which each node is dialled; empty for a node that cannot be dialled. The learner's
-    address is empty if nodes use the address at which they have reached the learner."""
+    """Address of each node; empty for a node that cannot be dialled. If the learner's address is
+    empty, nodes use the address at which they have reached the learner.
+    """
     uplinks: tuple[float, ...]
     """Rate of each uplink, bytes per second; 0 for a node that serves no other node."""
     downlinks: tuple[float, ...]
     stragglers: frozenset[int]
-    """Numbers of the nodes whose downlink is too slow for any plan; they are leaves."""
+    """Numbers of the nodes whose downlink is too slow to feed children."""
     regions: tuple[str, ...]
     prices: tuple[float, ...]
     rtts_from: Callable[[str, str], float]
@@ -115,15 +121,15 @@ class Sites:
         return self.rtts_from(self.names[first], self.names[second])
 
     def is_crossing(self, sender: int, receiver: int) -> bool:
-        """Return whether a link crosses regions; both regions must be known."""
+        """Return whether a link connects two different known regions."""
         first, second = self.regions[sender], self.regions[receiver]
         return first != second and first != "" and second != ""
 
     @property
     def best_rate(self) -> float:
-        """The upper bound on the rate at which a plan can feed all receivers.
+        """Upper bound on the rate at which a plan can feed all receivers, in bytes per second.
 
-        It is in bytes per second. Stragglers do not count as receivers.
+        Stragglers do not count as receivers.
         """
         downlinks = (d for i, d in enumerate(self.downlinks) if i and i not in self.stragglers)
         return min(_uplink_rate(self.uplinks), min(downlinks, default=math.inf))
@@ -157,9 +163,9 @@ def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], 
 
 
 def _uplink_rate(uplinks: Sequence[float]) -> float:
-    """Return the rate that all uplinks together could give every receiver.
+    """Return the highest rate at which all uplinks together can feed every receiver.
 
-    The learner's uplink is the first. No receiver can get more than the learner sends.
+    The first uplink is the learner's, which also limits the rate.
     """
     return min(uplinks[0], math.fsum(uplinks) / max(1, len(uplinks) - 1))
 
@@ -181,7 +187,7 @@ def _known(rate: float | None, assumed: float) -> float:
 
 
 LIMIT_SHARE = 0.7
-"""A rate counts as clearly lower than another rate if it is below this share of the other rate."""
+"""Rate a is clearly lower than rate b if a is below this share of b."""
 
 
 def downlink_limits(
@@ -191,15 +197,15 @@ def downlink_limits(
     *,
     root: str,
 ) -> dict[str, float]:
-    """Return the downlink rates of the nodes that are limited by their downlink.
+    """Return the downlink rates of the nodes whose downlink is the limit.
 
-    The rates are in bytes per second. The downlink is the limit if the node's parent could clearly
-    send it more.
+    The rates are in bytes per second. A downlink is the limit if the node's parent could clearly
+    send faster.
 
     Args:
         parents: the node from which each node fetched weights.
-        received: bytes per second that each node received, over busy time, if known.
-        uplinks: bytes per second that each node has been able to send, if known.
+        received: rate at which each node received during busy time, in bytes per second, if known.
+        uplinks: rate at which each node could send, in bytes per second, if known.
         root: the id of the learner, which holds every version.
     """
     loads: dict[str, float] = defaultdict(float)

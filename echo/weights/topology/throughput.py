@@ -1,23 +1,22 @@
-"""The throughput of a plan, and the bound that no plan can exceed.
+"""The throughput of a plan, and the upper bound for all plans.
 
 Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets the whole version, and every
-received byte was sent by a node. So no plan gives all N receivers more than
+received byte was sent by a node. Let u0 be the rate of the learner's uplink, and u and d the rates
+of the receivers' uplinks and downlinks. Then no plan gives all N receivers more than
 
     r* = min(u0, min d, (u0 + sum u) / N)
 
-A plan is one tree. A node's uplink is shared equally by its children. So a version reaches a node
-at
+A plan is one tree. The children of a node share its uplink equally. So a version arrives at a node
+at the rate
 
     rate(node) = min(rate(parent), uplink(parent) / children(parent), downlink(node))
 
-The first chunk reaches a node when the parent has it and has sent it to all its children:
+The first chunk arrives when the parent has received the chunk and sent it to all its children:
 
     lag(node) = lag(parent) + children(parent) * chunk / uplink(parent) + round trip / 2 + work
 
-Then the remaining S - chunk bytes follow at this rate, where S is the size of the version. With
-equal uplinks the results are closed formulas: N S/u for the star, and S/u + (N-1)(c/u + L) + L for
-the chain. TCP connections are assumed to be at full speed, because they are kept from one version
-to the next.
+The remaining bytes of the version follow at the node's rate. TCP connections are assumed to be at
+full speed, because they are kept from one version to the next.
 """
 
 from __future__ import annotations
@@ -29,30 +28,32 @@ from dataclasses import dataclass
 from echo.weights.topology.sites import Sites
 
 HOP_WORK_S = 0.0005
-"""Seconds from the arrival of a chunk to its forwarding: hash, store, one turn of the loop."""
+"""Seconds from the arrival of a chunk to its forwarding: hashing, storing, one turn of the event
+loop.
+"""
 
 Tree = Sequence[int]
-"""The number of each node's parent, by the node's number; -1 for the learner, number 0."""
+"""For each node, by number, the number of its parent; -1 for the learner, whose number is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanThroughput:
-    """The forecast of how a plan distributes a payload."""
+    """The predicted time, rate and price of a plan."""
 
     predicted_s: float
-    """Seconds until the last receiver, stragglers apart, has the version."""
+    """Seconds until all receivers except stragglers (`sites.py`) have the version."""
     rate_bytes_per_s: float
-    """Rate of the slowest receiver, stragglers apart, bytes per second."""
+    """Rate of the slowest receiver that is not a straggler, in bytes per second."""
     learner_copies: int
     """Number of copies of the payload that the learner sends."""
     egress_gb_price: float
-    """Price of the bytes that change regions, for each GB of payload."""
+    """Price of all bytes sent between regions, per GB of payload."""
     crossings: int
     """Number of copies of the payload that are sent from one region to another."""
 
 
 def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[float]) -> float:
-    """Return r*, the highest rate that a plan can give every receiver.
+    """Return r*, the highest rate at which a plan can feed every receiver.
 
     The rate is in bytes per second.
 
@@ -66,7 +67,7 @@ def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[floa
 
 
 def order(parents: Tree) -> list[int]:
-    """Return the numbers of the learner and all nodes, each node after its parent."""
+    """Return the numbers of the learner and all nodes, each parent before its children."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -78,7 +79,7 @@ def order(parents: Tree) -> list[int]:
 
 
 def num_children(parents: Tree) -> list[int]:
-    """Return each node's number of children in the tree, by the node's number."""
+    """Return the number of children of each node in the tree, by the node's number."""
     counts = [0] * len(parents)
     for parent in parents:
         if parent >= 0:

@@ -1,15 +1,14 @@
-"""Builds the trees from which a plan is chosen: star, chain and degree-bounded tree.
+"""Builds the trees that a planner compares: star, chain and degree-bounded tree.
 
-A tree for the rate r gives each receiver one link of this rate. So a node with the uplink u has
-floor(u / r) **slots** for children. Every receiver needs one slot. A node with slots takes one slot
-and adds at least one. So a tree can always be grown from the learner through the nodes with slots,
-those with the most slots first. Then it is completed with leaves. A rate is possible if and only if
+A tree for the rate r gives each receiver one link of rate r. So a node with an uplink of rate u has
+floor(u / r) **slots** for children, and every receiver needs one slot. A node with slots takes one
+slot and adds at least one slot. So the tree grows from the learner through the nodes with slots,
+the nodes with the most slots first, and then gets its leaves. A rate is possible if and only if
 there are enough slots. Bisection finds the largest possible rate.
 
-Slots are assigned so that one link enters each region, and none enters the learner's region. So the
-version crosses into each other region once, and the slots within each region also limit the rate.
-If a single entry into a region would slow the version down by more than REGION_COST, the region
-gets more entries.
+If regions are known, one link enters each region other than the learner's, so a version crosses
+into a region once. Then the slots within each region also limit the rate. If a single link into a
+region would slow the version down by more than REGION_COST, more links enter the region.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from echo.weights.topology.sites import Sites
 _Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 WINDOW = 16
-"""Largest number of candidate nodes that are compared by distance."""
+"""Largest number of candidates whose distances are compared."""
 
 REGION_COST = 0.5
-"""Largest slowdown, as a share, that a single entry into each region may cause; beyond it a region
-gets more entries."""
+"""Largest slowdown, as a share, that a single link into a region may cause. Beyond it, more links
+enter the region.
+"""
 
 HEADROOM = 1.25
-"""Slots are counted for a rate of at most this multiple of the best possible rate."""
+"""Upper limit of the rate for which slots are counted, as a multiple of the best possible rate."""
 
 _STEPS = 50
-"""Number of bisections of the rate's interval, for the precision of a float."""
+"""Number of bisection steps when searching the largest rate."""
 
 
 def star(fleet: Sites) -> list[int]:
@@ -44,11 +44,11 @@ def star(fleet: Sites) -> list[int]:
 
 
 def chain(fleet: Sites) -> list[int] | None:
-    """Return a chain of the nodes that can serve children; all others are its leaves.
+    """Return a chain of the nodes that can serve children, with all other nodes as leaves.
 
-    The chain goes region by region, the learner's region first. Within a region it always goes to
-    the nearest node. A leaf's parent is the end of the chain or a node with unused uplink, in its
-    own region if possible. The result is None if the nodes cannot serve enough children.
+    The chain goes region by region, the learner's region first, and within a region always to the
+    nearest node. A leaf's parent is the end of the chain or a node with unused uplink, in the
+    leaf's region if possible. None if the nodes cannot serve enough children.
     """
     slots = slots_of(fleet, does_spare_learner=True)
     if slots is None:
@@ -81,15 +81,16 @@ def chain(fleet: Sites) -> list[int] | None:
 def bounded_tree(
     fleet: Sites, *, does_spare_learner: bool, is_by_region: bool = True, share: float = 1.0
 ) -> list[int] | None:
-    """Return a tree over all nodes that is as fast as their uplinks allow.
+    """Return the fastest tree over all nodes that their uplinks allow.
 
     None if the nodes cannot serve enough children.
 
     Args:
         fleet: the learner and the nodes.
         does_spare_learner: whether the learner sends the version exactly once.
-        is_by_region: whether one link enters each region whose own uplinks can feed it.
-        share: the tree is built for this share of the largest possible rate. A smaller share makes
+        is_by_region: whether only one link enters each region whose own uplinks can feed all its
+            nodes.
+        share: share of the largest possible rate for which to build the tree. A smaller share makes
             a flatter tree.
     """
     groups = _numbered(fleet.regions) if is_by_region else [0] * len(fleet.names)
@@ -103,7 +104,7 @@ def bounded_tree(
 def slots_of(
     fleet: Sites, *, does_spare_learner: bool, share: float = 1.0, groups: Sequence[int] = ()
 ) -> list[int] | None:
-    """Return each node's slots: how many children it can serve at the largest possible rate.
+    """Return each node's slots: the number of children that the node can serve at the best rate.
 
     None if the nodes cannot serve enough children at any rate.
 
@@ -112,8 +113,8 @@ def slots_of(
         does_spare_learner: whether the learner sends the version exactly once.
         share: share of the largest possible rate for which to count slots; a smaller share gives
             more slots.
-        groups: the region of each node, as a number; one link enters each region, except the
-            learner's region, whose number is 0.
+        groups: the region of each node, as a number. The learner's region is 0. One link enters
+            each other region.
     """
     needed = fleet.num_receivers
     uplinks = np.array(fleet.uplinks)
@@ -145,11 +146,11 @@ def slots_of(
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
-    """Return, for each region, the least number of links that start in it.
+    """Return, for each region, the smallest number of links that start in the region.
 
-    One node of a region gets the version from another region. All others get it from a node of
-    their own region. In the learner's region all nodes get it from within, and one more link leads
-    out.
+    In a region of n nodes, n - 1 nodes get the version from a node of the region, and one node from
+    another region. In the learner's region all n nodes get the version from within, and one more
+    link leads out.
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
@@ -165,7 +166,7 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return each node's number of children; `slots` has the most that it can serve."""
+    """Return each node's number of children, at most its number in `slots`."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
@@ -221,10 +222,9 @@ class _Grower:
     def grow(self) -> list[int]:
         """Attach every node and return the tree.
 
-        Nodes that may serve children are attached first, and then the leaves. Nodes of the
-        learner's region come first, because otherwise a link would have to lead back into this
-        region. Then the other regions follow. The region that can serve the most children in
-        further regions comes first.
+        Nodes that may serve children are attached first, and then the leaves. In both groups the
+        learner's region comes first, so that no link leads back into this region. Then the regions
+        follow, in falling order of the children that they can serve in other regions.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
@@ -258,10 +258,10 @@ class _Grower:
             del open_nodes[index]
 
     def _exporter(self) -> int:
-        """Return the region from which a link shall lead to another region.
+        """Return the region from which to start a link into another region.
 
-        One of its attached nodes must be able to serve more children. Of several such regions, the
-        result is the one with the most slots beyond its own need.
+        The region must have an attached node with a free slot. Of such regions, the result has the
+        most slots beyond its own need.
         """
         regions = [group for group, nodes in enumerate(self._open) if nodes]
         return max(regions, key=lambda group: (self._surplus[group], -group))
