@@ -4,8 +4,8 @@
                                     in keys/operate: may also change the run
 
 KEY is the learner's connection key, as in the join string. SECRET differs from the join string's
-secret. A viewer's key does not permit joining the run. A join string permits neither watching nor
-operating the run.
+secret. A join string only lets a node join the run. A viewer's key only lets a user read its status
+or, from keys/operate, change it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Access:
         `source` names the place where the text was found, for the error.
 
         Raises:
-            ConfigError: if the text has another form; the message does not contain the text.
+            ConfigError: if the text is malformed. The message does not quote the text.
         """
         match = _ACCESS.fullmatch(text.strip())
         try:
@@ -61,12 +61,12 @@ class Access:
         )
 
     def __str__(self) -> str:
-        """Return the key as text, which is secret."""
+        """Return the viewer's key as text. The text is secret."""
         return f"{self.address}.{base64.urlsafe_b64encode(self.secret).decode().rstrip('=')}"
 
 
 def write_access(run_dir: Path, address: str, keys: CurveKeys) -> None:
-    """Write the keys of viewers, keys/view and keys/operate.
+    """Write the files keys/view and keys/operate in a run's directory.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -86,7 +86,7 @@ class Target:
     """The run that a command names, and how to reach its learner."""
 
     name: str
-    """The text by which the user named the run, without secrets."""
+    """The run as the user named it, without secrets."""
     run_dir: Path | None
     """The run's directory, if it is on this machine."""
     accesses: tuple[Access, ...]
@@ -97,7 +97,7 @@ def find_run(text: str) -> Target:
     """Return the run that a command-line argument names.
 
     `text` is the directory of the run, the path of a file with a viewer's key, or the key itself.
-    If `text` is a directory, this machine is tried first. The second try is the address that the
+    If `text` is a directory, a learner on this machine is tried first, then the address that the
     learner has advertised.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Runs an operator's shell command with a time limit, and keeps the end of its output."""
+"""Run an operator's shell command with a time limit, and keep the end of its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
-"""Largest numbers of bytes and of lines that are kept from the end of a command's output."""
+"""The last bytes and lines of a command's output are kept, up to these numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CommandEnd:
 
     has_succeeded: bool
     outcome: str
-    """Text such as "ended with code 3"; a message has this text after the command's name."""
+    """The outcome as text, such as "ended with code 3"."""
     lines: tuple[str, ...]
     """The last lines of the command's output."""
 
@@ -32,7 +32,7 @@ async def run_shell(
 
     Args:
         command: the shell command.
-        environment: variables that the command gets beside those of this process.
+        environment: variables that are added to the environment of this process.
         timeout_s: the time limit, seconds.
     """
     outcome = f"did not end within {timeout_s:g} s and was killed"

@@ -4,7 +4,7 @@ Files in the directory (network.store_dir) that this module creates:
 
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
     v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
-    echo-image-<n>.tmp       files that are being made, and spares that wait to be reused
+    echo-image-<n>.tmp       unfinished files, and spare files that will be reused
     echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
                              the format; a directory in another format is refused
 
@@ -14,11 +14,11 @@ Faults and their effects:
   process finds the image and its manifest, and `verify_held` determines which chunks are whole.
   Files are deliberately not synced to the disk. After a power failure a lost or torn page fails its
   hash and is fetched again. A torn manifest fails its signature. An image gets its name only after
-  its whole file is allocated. The next process removes a file without a name, and an image without
-  a manifest.
+  its whole file is allocated. The next process removes unfinished files, and images without a
+  manifest.
 * **Killed while a version is written in place**: the image gets the new version's name before the
-  first word changes. The new version has no manifest until its seal arrives. So the next process
-  drops an image without a manifest, and fetches a whole image.
+  first word changes. The new version has no manifest yet. So the next process drops the image, and
+  fetches a whole image.
 * **Killed while a keyframe or delta is fetched**: it is fetched again, because only images are
   stored in files.
 * **Disk full**: a file is preallocated before it is mapped. Otherwise a write to a mapped file on a
@@ -26,17 +26,16 @@ Faults and their effects:
   first. If the space still does not suffice, the version is kept in memory and one warning is
   logged. The node then works as if network.store_dir were not set, and a restart fetches the
   version again. If memory has no space either, `create` raises StorageError.
-* **Limit** (network.store_bytes): counts every version that was not dropped, on disk or in memory.
+* **Limit** (network.store_bytes): counts all versions in the store, on disk or in memory.
 * **Slow disk**: a write into the mapping goes to the page cache, and the kernel writes the cache
   back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
   the writer wait in a page fault. So chunks are written in threads (`write`, without the GIL). The
   parent gets credit for a chunk only when it is written (`echo/weights/receiver.py`). So a slow
-  disk slows down the transfer, but not the rest of the node. If that is too slow, point store_dir
-  to a tmpfs such as /dev/shm/echo, or raise vm.dirty_ratio. A tmpfs survives the process, but not
-  the machine. One thread writes manifests and removes files, in order. The event loop itself
-  preallocates and renames an image's file. This happens once per version and mostly takes
-  milliseconds. A disk that fails to read a page back kills the process (SIGBUS), as for any mapped
-  file.
+  disk slows down only the transfer. If the transfer is too slow, point store_dir to a tmpfs such as
+  /dev/shm/echo, or raise vm.dirty_ratio. A tmpfs survives the process, but not the machine. One
+  thread writes manifests and removes files, in order. The event loop itself preallocates and
+  renames an image's file. This happens once per version and usually takes milliseconds. A disk that
+  fails to read a page back kills the process (SIGBUS), as for any mapped file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
 * **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
 """
@@ -72,7 +71,7 @@ from echo.weights.store.patches import Patch
 
 
 BATCH_BYTES = 1 << 20
-"""Bytes hashed per task of the pool: with fewer bytes, a task costs more than its hashes."""
+"""Bytes hashed per task of the pool. A smaller task would cost more than its hashes."""
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
@@ -169,13 +168,13 @@ def _report(future: Future[None]) -> None:
 MAX_SPARES = 2
 """Largest number of dropped images that are kept for reuse.
 
-While one image is still being sent, the other is filled again.
+One image can then be filled again while the other is still being sent.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A version that an earlier process has stored; not verified yet."""
+    """An unverified version that an earlier process stored."""
 
     version: PolicyVersion
     signed_manifest: bytes
@@ -220,7 +219,7 @@ def map_memory(num_bytes: int) -> Pages:
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask the kernel for pages of 2 MiB, for 1/512 of the page faults.
+    """Ask the kernel for pages of 2 MiB, which cause fewer page faults.
 
     If the kernel refuses, the mapping keeps its usual pages.
     """
@@ -251,8 +250,8 @@ class MemoryStore(VersionStore):
     ) -> memoryview:
         """Allocate and return the memory for a version's image, with undefined contents.
 
-        The signed manifest is stored with the image. It is None if the manifest follows later
-        (`sealed`).
+        The signed manifest is stored with the image. If it is None, `sealed` stores the manifest
+        later.
 
         Raises:
             StorageError: if the limit, the disk or the memory has too little space for the version.
@@ -290,9 +289,9 @@ class MemoryStore(VersionStore):
     def recover(self, run_id: str) -> list[Saved]:
         """Return the versions of this run that an earlier process stored, newest first.
 
-        Must be called once the node has joined. The caller verifies each manifest
-        (echo.weights.manifest.verify), and then the chunks (`verify_held`). The caller also drops
-        the versions that it does not need. Versions of other runs are dropped here.
+        Call this method after the node has joined. The caller verifies each manifest
+        (echo.weights.manifest.verify), then the chunks (`verify_held`), and drops the versions that
+        the node does not need. This method drops the versions of other runs.
         """
         for version in list(self._live):
             self.drop(version)
@@ -329,7 +328,7 @@ class MemoryStore(VersionStore):
 
     @property
     def where(self) -> str:
-        """This store in messages: "memory for ...", or the setting and its directory."""
+        """Name of this store for messages: "memory for ...", or the setting and its directory."""
         return "memory for versions of the weights"
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
@@ -342,7 +341,7 @@ class MemoryStore(VersionStore):
             ) from error
 
     def _enter(self, version: PolicyVersion, pages: Pages) -> None:
-        """Give the mapped file a version's name; pages in memory have no file."""
+        """Name the mapped file after a version; do nothing for pages in memory."""
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Remove a dropped version's name; return whether its pages may be reused."""
@@ -381,7 +380,7 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
 DEFAULT_SHARE = 0.9
 """Share of the free memory or disk that versions may take if network.store_bytes is not set."""
 FORMAT = 2
-"""Number of the format of the directory's files and of their names; the lock's name contains it."""
+"""Format number of the directory's files, which is part of the lock file's name."""
 _LOCK = f"echo-store-{FORMAT}.lock"
 _LOCKS = re.compile(r"echo-store-(\d+)\.lock")
 _OWN = re.compile(
@@ -494,9 +493,9 @@ class DiskStore(MemoryStore):
     def recover(self, run_id: str) -> list[Saved]:
         """Return an earlier process's versions of this run, newest first.
 
-        All other files of the earlier process are removed. The method must be called before the
-        first `create`. It may take long, so it must be called in a thread. Versions that this
-        process has stored are not returned. If they belong to another run, they are dropped.
+        Call this method in a thread, because it may take long, and before the first `create`. The
+        other files of the earlier process are removed. Versions that this process stored are not
+        returned. If the process stored them for another run, they are dropped.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -515,8 +514,8 @@ class DiskStore(MemoryStore):
     def close(self) -> None:
         """Release the directory; its versions remain for a later process.
 
-        The call waits for queued disk work. A later process should start only after this process
-        has ended, because its threads may still write verified chunks into the images.
+        The method waits for queued disk work. Threads of this process may still write verified
+        chunks into the images, so start a later process only after this process has ended.
         """
         super().close()
         self._thread.close()
@@ -525,13 +524,13 @@ class DiskStore(MemoryStore):
             self._lock = None
 
     def flush(self) -> None:
-        """Wait until all manifests are written and all dropped files are removed."""
+        """Wait until all manifests are written and all files of dropped versions are removed."""
         self._thread.flush()
 
     # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Return pages of a preallocated temporary file, or of memory if that fails."""
+        """Return pages of a preallocated temporary file; if that fails, pages of memory."""
         assert self._run_hash
         try:
             try:
@@ -589,8 +588,7 @@ class DiskStore(MemoryStore):
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Rename a dropped version's file for reuse, and remove its manifest.
 
-        Memory that took the place of a file is not reused, because the next version may fit on
-        disk.
+        Pages in memory are released instead, because the next version may fit on disk.
         """
         if pages.path is None:
             return False
@@ -674,10 +672,7 @@ class DiskStore(MemoryStore):
         return stat.f_bavail * stat.f_frsize
 
     def _available_bytes(self) -> int:
-        """Return how many bytes versions may take.
-
-        These are the free bytes, and the files of an earlier process.
-        """
+        """Return the free bytes of the disk plus the bytes of an earlier process's files."""
         taken = (
             entry.stat(follow_symlinks=False).st_size
             for entry in os.scandir(self.directory)

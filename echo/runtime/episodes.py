@@ -1,13 +1,13 @@
 """Multi-turn rollouts: the engine samples turns, and the environment replies.
 
-Sampled tokens stay as they were sampled: their text is never encoded again. Each reply of the
-environment is encoded once and appended. The next turn continues all these tokens. A rollout's mask
-is True for sampled tokens only, and only they have log-probabilities. `max_completion_tokens`
-bounds all tokens of an episode, including the environment's.
+Sampled tokens are kept: their text is never encoded again. Each reply of the environment is encoded
+once and appended. The next turn continues all these tokens. A rollout's mask is True for sampled
+tokens only, and only they have log-probabilities. `max_completion_tokens` bounds all tokens of an
+episode, including the environment's.
 
-All episodes of a call advance turn by turn. The engine samples the turn of all running episodes in
-one call. Then the environment replies, to several episodes concurrently. The finish reason of an
-episode is
+Episodes that are played together advance turn by turn. The engine samples the turn of all running
+episodes in one call. Then the environment replies to several episodes concurrently. The finish
+reason of an episode is
 
     stop      if the environment ends the episode
     length    if a turn is cut off at the token limit, if the environment's reply and one more token
@@ -15,10 +15,9 @@ episode is
 
 An episode that ends at a limit is counted and gets a reward like any other episode.
 
-If the environment fails, the episode's whole group fails and is not trained on. The same happens if
-the model's log-probabilities are not finite. If only the environment's process was lost
-(`reward_lost`), the group is played again, at most MAX_RETRIES times. A process may be lost because
-another of its episodes failed.
+If the environment fails, or a log-probability is not finite, the episode's whole group fails and is
+not trained on. If only the environment's process was lost (`reward_lost`), the group is played
+again, at most MAX_RETRIES times. Another episode in the same process may have caused the loss.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec
 from echo.wire.messages import BAD_LOGPROBS, Lease
 
 MAX_THREADS = 64
-"""Largest number of threads that wait for replies; the host limits how many replies run at once."""
+"""Largest number of threads that wait for replies. The host limits the replies that run at once."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """Difference between the seeds of consecutive turns in an episode."""
@@ -124,9 +123,9 @@ class EpisodeRunner:
         """Play groups to the end; return each group's rollouts, or the error that ended it.
 
         `sampling.max_completion_tokens` bounds a whole episode. The watcher receives counts of
-        tokens and replies. It may stop the call, and then unfinished groups are dropped. If a
-        version is given, all turns are sampled from this version. If the environment's process was
-        lost, the group is played again.
+        tokens and replies. If the watcher stops the call, unfinished groups are dropped. If the
+        environment's process was lost, the group is played again. If `version` is not None, it
+        samples all turns.
 
         Raises:
             VersionError: before the first turn, if the given version is not installed.
@@ -161,7 +160,7 @@ class EpisodeRunner:
         self._host.count("env/tool_calls", sum(play.num_tool_calls for play in group))
 
     def close(self) -> None:
-        """Make the threads that wait for replies end, without waiting for them."""
+        """End the threads that wait for replies, without waiting for them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(
@@ -208,7 +207,7 @@ class EpisodeRunner:
         plays: Sequence[_Play],
         watcher: Watcher,
     ) -> None:
-        """Call a function for each episode in threads; `fault` gets a RewardError."""
+        """Call a function for each episode in threads; set an episode's `fault` on RewardError."""
 
         def guarded(play: _Play) -> None:
             try:
@@ -254,7 +253,10 @@ class EpisodeRunner:
                 self._host.count("env/token_limit")
 
     def _take_rewards(self, groups: Sequence[Sequence[_Play]], watcher: Watcher) -> None:
-        """Compute the rewards of finished episodes, by groups if the task compares answers."""
+        """Compute the rewards of finished episodes.
+
+        If the task compares answers, all answers of a group are scored together.
+        """
         together = {
             group[0]: group
             for group in groups
@@ -316,10 +318,7 @@ class _Play:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last sampled turn ends with a stop token.
-
-        A stop string does not count.
-        """
+        """Whether the last sampled turn ends with a stop token, not with a stop string."""
         return int(self.turn_ids[-1]) in self._stop_ids
 
     def add_sampled(self, completion: Completion) -> None:
@@ -338,7 +337,7 @@ class _Play:
     def add_answer(self, ids: Sequence[int]) -> bool:
         """Append the environment's reply if it fits; return whether it fits.
 
-        The reply fits if one more token has space after it.
+        The reply fits if there is space for the reply and one more token.
         """
         if self._num_tokens + len(ids) >= self._max_tokens:
             return False
@@ -399,7 +398,8 @@ MAX_AUTO_PROCESSES = 4
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
     """Return {CODE: hash and path of each module of the task's code}.
 
-    Workers compare these. The result is empty if only the learner runs the code.
+    Workers compare these hashes with their own code. If only the learner runs the code, the result
+    is empty.
     """
     if reward.where == "learner":
         return {}  # only the learner runs the code
@@ -413,18 +413,16 @@ def check_inherited_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check that a worker has the learner's task code, before it is imported.
-
-    Raises:
-        ConfigError: if the code is missing on this machine, or differs from the learner's.
-    """
+    """Check, before the import, that a worker's task code is the learner's."""
     if reward.where != "learner":
         learners = settings.get(CODE, {})
         check_code(section.kind, section.options, learners, inherited_dir=inherited_dir)
 
 
 def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> TaskHost:
-    """Return the host of the task on this machine; its processes start when first needed.
+    """Return the host that runs the task's code on this machine.
+
+    The host starts its processes on first use.
 
     Raises:
         ConfigError: if rewards are computed on the learner but the task is an environment.
@@ -454,7 +452,7 @@ def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> 
 
 
 def turns_of(section: TaskSection, task: Task) -> int | None:
-    """Return the largest number of turns in an episode; None if an answer is one turn."""
+    """Return the largest number of turns in an episode; None if the task has no episodes."""
     if not isinstance(task, Environment) or not task.has_turns:
         return None
     return task.max_turns or section.max_turns
@@ -466,7 +464,7 @@ def make_runner(
     engine: Engine,
     text: TextCodec,
 ) -> EpisodeRunner | None:
-    """Return the runner of an environment's episodes; None if an answer is one turn."""
+    """Return the runner of an environment's episodes; None if the task has no episodes."""
     if turns is None:
         return None
     return EpisodeRunner(engine, host, text, max_turns=turns)

@@ -1,4 +1,4 @@
-"""Event log: the events that a role received and the actions that it returned, as JSON lines.
+"""Event log: the events and actions of a role as JSON lines.
 
     {"now": 81.204, "received": "Grant", "peer": "out-1", "source": "learner", "target": "w1",
      "fields": {"leases": [...]}, "payload": [{"bytes": 81, "blake3": "52b1c09e7d3f"}]}
@@ -6,9 +6,9 @@
     {"now": 81.298, "reported": "CallReturned", "call": {...}, "num_tokens": 4096}
     {"now": 81.307, "worked": "DecodeBlock", "block": 3, "chunk_bytes": 1048576, "result": ""}
 
-`now` is the time of the loop's clock, the only clock that a role sees. The first line of a process
-also has the time of day. Bytes are logged as their length and the first digits of their hash. So
-the log contains no weights and no keys of versions. Settings may contain options of users' code, so
+`now` is the time of the event loop's clock, the only clock of a role. The first line of a process
+also has the time of day. Bytes are logged as their length and the first digits of their hash, so
+the log contains no weights and no decryption keys. Settings may contain options of users' code, so
 only the names of settings are logged. Join strings are logged without their secret.
 """
 
@@ -34,8 +34,9 @@ from echo.wire.actions import Send, Work
 from echo.wire.codec import DECODE_ERRORS, Frame, decode_envelope, payload_bytes
 
 MAX_FILE_BYTES = 128 << 20
-"""A file that reaches this size is renamed to FILE.1 and replaces an older FILE.1. So the newest
-lines are kept, and a log that runs for days does not fill the disk.
+"""A file of this size is renamed to FILE.1, which replaces an older FILE.1.
+
+So the newest lines are kept, and a log that runs for days does not fill the disk.
 """
 MAX_ITEMS = 16
 """Largest number of logged elements of a list. If a list is longer, its length is logged too."""
@@ -43,16 +44,16 @@ MAX_CHARACTERS = 200
 """Largest number of logged characters of a text. If a text is longer, its length is logged too."""
 
 MAX_DEPTH = 16
-"""Largest number of logged levels of a nested value; messages of nodes have no more levels."""
+"""Largest number of logged levels of a nested value. Messages of nodes have fewer levels."""
 
 
 class EventLog:
-    """Appends the events of one process to a file, as lines of JSON."""
+    """Appends the events of one process to a file, as JSON lines."""
 
     def __init__(self, path: Path, *, log: logging.Logger) -> None:
         """Open the file for appending.
 
-        If a later write fails, `log` gets a warning and the event log ends.
+        If a later write fails, a warning is written to `log` and the event log ends.
 
         Raises:
             StorageError: if the file cannot be opened for writing.
@@ -68,7 +69,7 @@ class EventLog:
     def write(self, kind: str, what: Any, *, now: float, **more: str) -> None:
         """Append a line about an event, an action or a piece of work.
 
-        `kind` is "received", "reported", "returned" or "worked"; `more` are further fields.
+        `kind` is "received", "reported", "returned" or "worked". `more` adds fields to the line.
         """
         if self._fd is None:
             return
@@ -85,7 +86,7 @@ class EventLog:
             self.close()
 
     def close(self) -> None:
-        """Close the file; later events are not logged."""
+        """Close the file. Later events are not logged."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -118,10 +119,7 @@ def _fields(kind: str, what: Any) -> dict[str, Any]:
 
 
 def _message(frames: Sequence[Frame]) -> tuple[str, dict[str, Any]]:
-    """Return a message's kind and its logged fields.
-
-    Of a malformed message only the size is logged.
-    """
+    """Return a message's kind and its logged fields; for a malformed message, only its size."""
     try:
         envelope = decode_envelope(frames)
         fields = msgspec.msgpack.decode(envelope.body, type=dict[str, Any])

@@ -40,7 +40,7 @@ class Identity:
 
 
 def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
-    """Return the identity of the run in `run_dir`, created if the run is new.
+    """Return the identity of the run in `run_dir`. For a new run, create the identity.
 
     Raises:
         StorageError: if the files cannot be read or written.
@@ -60,7 +60,7 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
 
 
 def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
-    """Return the learner's signing key in a run directory, created if missing.
+    """Return the learner's signing key from a run directory; create the key if it is missing.
 
     The key may be created before the run has an id, because the join string contains the key's
     fingerprint.
@@ -73,10 +73,10 @@ def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
 
 
 def load_signing_key(run_dir: Path) -> Ed25519PrivateKey:
-    """Return the learner's signing key in a run directory.
+    """Return the learner's signing key from a run directory.
 
     Raises:
-        OSError, ValueError: if the file is missing, unreadable, or not a key.
+        OSError, ValueError: if the file is missing, unreadable, or contains no key.
     """
     return Ed25519PrivateKey.from_private_bytes(_key_path(run_dir).read_bytes())
 
@@ -116,7 +116,7 @@ class Join:
         `source` names the place where the text was found, for the error.
 
         Raises:
-            ConfigError: if the text has another form; the message does not contain the text.
+            ConfigError: if the text is malformed. The message does not quote the text.
         """
         match = _JOIN.fullmatch(text.strip())
         try:
@@ -135,15 +135,13 @@ class Join:
         )
 
     def __str__(self) -> str:
-        """Return the join string, which is secret."""
+        """Return the join string. The string is secret."""
         secret = base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
         return f"{self.address}.{secret}.{show_fingerprint(self.fingerprint)}"
 
 
 def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
-    """Return the learner's connection keys and the run's secret.
-
-    For a new run they are created.
+    """Return the learner's connection keys and the run's secret; create them for a new run.
 
     Raises:
         StorageError: if the files cannot be read or written.
@@ -174,9 +172,9 @@ def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> J
 
 
 def load_or_create(path: Path, num_bytes: int) -> bytes:
-    """Return the random bytes of a private file, created if it is missing.
+    """Return the random bytes of a private file; create the file if it is missing.
 
-    Only the file's owner may read it.
+    Only the file's owner may read the file.
 
     Raises:
         StorageError: if the file cannot be read or written, or has another length.
@@ -206,7 +204,7 @@ ECHO_JOIN = "ECHO_JOIN"
 
 @dataclass(frozen=True, slots=True)
 class JoinSource:
-    """The settings that tell a relay or worker its join string."""
+    """The settings from which a relay or worker finds the join string."""
 
     role: Literal["relay", "worker"]
     connect: Sequence[str]
@@ -217,10 +215,9 @@ class JoinSource:
     def find(self) -> Join | None:
         """Return this node's join string; None if there is none.
 
-        The join string is taken from `connect`. If `connect` has none, it is taken from
-        security.join. That setting contains the join string, or the path of a file with it. If
-        security.join is not set, the join string is read from the run directory. Nodes on the
-        learner's machine share this directory.
+        The join string is searched in `connect`, then in security.join, then in the run directory,
+        which nodes on the learner's machine share. security.join contains the join string, or the
+        path of a file with the join string.
 
         Raises:
             ConfigError: if the file cannot be read, or a text is not a join string.
@@ -246,7 +243,7 @@ class JoinSource:
         return Join.parse(text, source=f"{key}{str(path)!r}")
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses that the node dials first, in order, without the secret."""
+        """Return the addresses that the node dials first, in order and without the secret."""
         if self.connect:
             return tuple(_without_secret(address) for address in self.connect)
         join = self.find()
@@ -255,9 +252,9 @@ class JoinSource:
     def fingerprint(self) -> bytes | None:
         """Return the fingerprint of the learner's signing key; None if it is not known.
 
-        The join string contains the fingerprint. An unencrypted run has no join string. Then, if
-        every address is a loopback address, the fingerprint is computed from the key in the run
-        directory. Otherwise it is not known.
+        The join string contains the fingerprint. If links are not encrypted and every address is a
+        loopback address, the fingerprint is computed from the key in the run directory. Otherwise
+        the result is None.
         """
         join = self.find() if self.security.curve else None
         if join is not None:
@@ -274,7 +271,7 @@ class JoinSource:
         """Return the connection keys of the node; None if links are not encrypted.
 
         Raises:
-            ConfigError: if there is no join string; the message says where to get it.
+            ConfigError: if links are encrypted and there is no join string.
         """
         if not self.security.curve:
             return None
@@ -292,8 +289,8 @@ class JoinSource:
 def join_address(address: str, advertise: str | None) -> str:
     """Return the address at which other nodes reach a learner that listens on `address`.
 
-    A wildcard address listens on every interface. For it, the result has the address of the
-    interface with the default route, which is a guess.
+    If `address` is a wildcard, the result guesses the address of the interface with the default
+    route.
     """
     if advertise is not None:
         return advertise

@@ -3,13 +3,12 @@
     transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
 Only the event loop calls the role, so the role needs no locks. Model work runs in threads
-(`threads.py`), which pass their results to the loop. There is one timer. The node sets it again
-only for an earlier deadline. If the timer fires too early, it sets the next timer.
+(`threads.py`), which pass their results to the loop. There is one timer. It is reset only for an
+earlier deadline. A timer that fires too early sets the next timer.
 
-An unexpected exception ends the node, because a half-failed node would do more harm. If the
-exception is raised while a peer's message is handled, only this peer is dropped. Otherwise one
-malformed message could stop the fleet. No decision is lost: the role returns its decisions as
-actions, and the peer may join again.
+An unexpected exception ends the node, because a half-failed node would do more harm. An exception
+during the handling of a peer's message drops only this peer, which may join again. Otherwise one
+malformed message could stop the fleet.
 """
 
 from __future__ import annotations
@@ -76,23 +75,21 @@ REPEAT_S = 60.0
 """Smallest time between two log lines on the same topic, seconds."""
 
 INTERRUPTED = "interrupted"
-"""The reason for the end of a node that its operator has stopped."""
+"""The reason that `run` returns after an operator's interrupt."""
 STALL_S = 0.5
-"""If a timer fires this many seconds late, the loop counts as having been blocked."""
+"""If a timer fires more than this many seconds late, the loop was blocked."""
 CATCH_UP_S = 0.2
-"""Seconds for reading messages that arrived while the loop was blocked, before deadlines are
-checked.
-"""
+"""After a blocked loop, seconds for reading messages before deadlines are checked."""
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
-"""Largest number of threads that decode deltas and write chunks; each handles some GB/s."""
+"""Largest number of threads that decode deltas and write chunks. Each handles some GB/s."""
 LINGER_S = 2.0
-"""Seconds for sending the last messages of a node after its work has ended."""
+"""Seconds in which a node sends its last messages after its work has ended."""
 
 
 class Topics:
-    """Logs the first note on a topic, and counts further notes once a minute."""
+    """Logs the first note on a topic. Further notes are counted and logged once a minute."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -100,7 +97,7 @@ class Topics:
         self._waiting: dict[str, tuple[Note, int]] = {}
 
     def log(self, note: Note, *, now: float) -> None:
-        """Log a note, or count it if its topic was logged less than REPEAT_S ago."""
+        """Log a note. If its topic was logged less than REPEAT_S ago, only count the note."""
         self.log_due(now=now)
         self._waiting.pop(note.ends, None)
         if note.topic in self._logged_at:
@@ -112,7 +109,7 @@ class Topics:
         self._write(note, note.text)
 
     def log_due(self, *, now: float) -> None:
-        """Log the number of counted notes on each due topic; forget topics without notes."""
+        """Log the number of counted notes on each topic that is due."""
         due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
         for topic in due:
             del self._logged_at[topic]
@@ -127,23 +124,23 @@ class Topics:
 
 
 class BusyTime:
-    """The time in which at least one of several calls is under way."""
+    """Measures the time in which at least one call is running."""
 
     def __init__(self) -> None:
         self._num_calls, self._at, self._seconds = 0, 0.0, 0.0
 
     def begin(self, *, now: float) -> None:
-        """Note that a call begins."""
+        """Record that a call begins."""
         self._count(now)
         self._num_calls += 1
 
     def end(self, *, now: float) -> None:
-        """Note that a call has ended."""
+        """Record that a call has ended."""
         self._count(now)
         self._num_calls -= 1
 
     def take_ms(self, *, now: float) -> int:
-        """Return the busy time since the last call of this method, in whole milliseconds."""
+        """Return the busy time since the last call of this method, whole milliseconds."""
         self._count(now)
         milliseconds = int(1000 * self._seconds)
         self._seconds -= milliseconds / 1000
@@ -166,7 +163,7 @@ class Node:
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Connect a role and a started transport; if `threads` is None, use real threads."""
+        """Connect a role and a started transport. If `threads` is None, use real threads."""
         self.transport = transport
         self.log = log
         self._role = role
@@ -194,35 +191,35 @@ class Node:
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
     def on_guest(self, peer: str, user: str) -> None:
-        """Handle the connection of a guest; `user` is the name of the guest's key."""
+        """Handle the connection of a guest. `user` is the name of the guest's key."""
 
     def before_expire(self) -> None:
-        """Update the role's counters; called before each `expire`, which may report them."""
+        """Update the role's counters before `expire`, which may send a heartbeat with them."""
 
     async def work(self) -> None:
         """Do the work of this kind of node.
 
-        After the method returns, the node continues to relay until it is stopped.
+        When the method has returned, the node continues to relay until it is stopped.
         """
 
     async def drain(self) -> None:
-        """Finish the work that must not be lost; called after the first interrupt."""
+        """Finish the work that must not be lost. Called after the first interrupt."""
 
     def release(self) -> None:
-        """Release this kind of node's resources, at its end and after an error."""
+        """Release this kind of node's resources. Called at the node's end, also after an error."""
 
     # --- running ---------------------------------------------------------------------------------
 
     @property
     def now(self) -> float:
-        """The time of the loop's clock, seconds: the only clock that a role sees."""
+        """The time of the loop's clock, seconds. A role sees no other clock."""
         return asyncio.get_running_loop().time()
 
     async def run(self) -> str:
         """Run the node until it is stopped, and return the reason of its end.
 
         Raises:
-            EchoError: if the node cannot go on; the message is for the user.
+            EchoError: if the node must end. The message is for the user.
         """
         self._stopped = asyncio.get_running_loop().create_future()
         self.spawn(self._read(), name="transport")
@@ -249,7 +246,7 @@ class Node:
             await self.transport.close()
 
     def interrupt(self) -> None:
-        """Stop at the operator's request: the first call starts `drain`, later calls do nothing."""
+        """Stop at the operator's request. The first call starts `drain`; later calls do nothing."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             self.log.warning("stopping once unfinished work is safe (again to stop at once)")
@@ -261,11 +258,11 @@ class Node:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the node has ended; then the results of its threads are not needed."""
+        """Whether the node has ended, so that the results of its threads are not needed."""
         return self._stopped is not None and self._stopped.done()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """Make `run` return `reason`; if `error` is given, make it raise this error."""
+        """Make `run` return `reason`, or raise `error` if it is given."""
         if self._stopped is None or self.has_ended:
             return
         if error is not None:
@@ -276,7 +273,7 @@ class Node:
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run a coroutine as a task.
 
-        A failure of the task ends the node, and the end of the node cancels the task.
+        If the task fails, the node ends. If the node ends, the task is cancelled.
         """
         task = asyncio.create_task(self._guard(work), name=name)
         self._tasks.add(task)
@@ -291,7 +288,7 @@ class Node:
 
     @contextlib.contextmanager
     def _ending_at_failure(self) -> Iterator[None]:
-        """End the node with the error that the `with` block raises, if any."""
+        """If the `with` block raises an error, end the node with this error."""
         try:
             yield
         except EchoError as error:
@@ -324,9 +321,9 @@ class Node:
             self._finish_turn()
 
     def _connected(self, event: Connected) -> None:
-        """Report a link that this node has dialled, or the link of a guest.
+        """Report a new link: one that this node has dialled, or a guest's.
 
-        A node that has dialled this node introduces itself by its first message.
+        Other nodes introduce themselves by their first message.
         """
         if event.address is not None:
             self.perform(self._role.connected(event.peer, now=self.now))
@@ -338,7 +335,7 @@ class Node:
         self._topics.log(Note("warning", text, text), now=self.now)
 
     def _receive(self, peer: str, frames: list[Frame]) -> list[Action]:
-        """Pass a message to the role; drop its sender if this raises."""
+        """Pass a message to the role. If the role raises an exception, drop the sender."""
         try:
             return self._role.receive(peer, frames, now=self.now)
         except Exception as error:
@@ -357,7 +354,7 @@ class Node:
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions in order, then set the timer.
 
-        During a burst of messages the timer is set only once, after the last message.
+        During a burst of messages, the timer is set once, after the last message.
         """
         for action in actions:
             if self.event_log is not None:
@@ -381,13 +378,12 @@ class Node:
             self._finish_turn()
 
     def report(self, event: Any) -> None:
-        """Pass an event to the role, and carry out the actions that it returns."""
+        """Pass an event to the role, and carry out the actions that the role returns."""
         if self.event_log is not None:
             self.event_log.write("reported", event, now=self.now)
         self.perform(self._role.handle(event, now=self.now))
 
     def _finish_turn(self) -> None:
-        """Log due notes and set the timer, after one decision or a burst of decisions."""
         self._topics.log_due(now=self.now)
         self._arm()
 
@@ -449,9 +445,9 @@ class Node:
             self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
-        """Check `is_done` every 50 ms; return True once it is true, or False after `within_s`.
+        """Check `is_done` every 50 ms. Return True once it is true, or False after `within_s`.
 
-        Used only at the end of a node, to wait for conditions in the role's state.
+        Only a node that is ending uses this, to wait for conditions in the role's state.
         """
         give_up_at = self.now + within_s
         while not is_done():
@@ -478,22 +474,22 @@ class DialingNode(Node):
     ) -> None:
         """Connect role, transport and threads as `Node` does.
 
-        If `version_store` is None, the total size of the stored versions has no limit.
+        If `version_store` is None, versions are kept in memory without a limit of their size.
         """
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
 
     def before_expire(self) -> None:
-        """Count the time in which this node wrote weights; heartbeats report it."""
+        """Add the time in which this node wrote weights to the counters for heartbeats."""
         self.role.counters.add("weights/busy_ms", self._weights_busy.take_ms(now=self.now))
 
     async def work(self) -> None:
-        """Make the role dial the learner; all other work follows from actions."""
+        """Make the role dial the learner. All other work follows from actions."""
         self.report(Started())
 
     async def recover(self) -> None:
-        """Hand over to the broadcast what versions an earlier process of this node stored."""
+        """Pass the versions that an earlier process of this node stored to the broadcast."""
         version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return
@@ -512,15 +508,12 @@ class DialingNode(Node):
             self.perform(broadcast.recover(saved.version, frame, storage, has_chunk, now=self.now))
 
     def release(self) -> None:
-        """Close the version store; its versions stay on the disk for the next process."""
+        """Close the version store. On disk, its versions stay for the next process."""
         if self.version_store is not None:
             self.version_store.close()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """End `run`; if an error is given, first send it to the learner.
-
-        It is sent in a Goodbye.
-        """
+        """End `run`. If an error is given, first send it to the learner in a Goodbye."""
         try:
             if error is not None and not self.has_ended:
                 self.report(Leaving(str(error), has_failed=True))
@@ -539,19 +532,21 @@ class DialingNode(Node):
 _log = logging.getLogger(__name__)
 
 MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
-"""Largest size of a file that a worker may inherit; the largest tokenizers have some 35 MB."""
+"""Largest size of a file that a worker may inherit. The largest tokenizers have some 35 MB."""
 MAX_STRANGERS = 4096
-"""Largest number of connections that have not sent a message yet. If a quarter of the limit of open
-files is lower, that number applies.
+"""Largest number of connections that have not sent a message yet.
+
+The number is lower if a quarter of the limit of open files is lower.
 """
 FIRST_WINDOW_CHUNKS = 4
 """Number of chunks that a child requests ahead until the rate of its link is measured.
 
-There are several, so that requests and chunks overlap.
+With several chunks, requests and chunks overlap.
 """
 MAX_FIRST_WINDOW_BYTES = 2 << 20
-"""Largest number of bytes that a child requests ahead until the rate of its link is measured. All
-these bytes may wait in the queue of a slow uplink, for four seconds at 4 Mbit/s. The broadcasts in
+"""Largest number of bytes that a child requests ahead until the rate of its link is measured.
+
+All these bytes may wait in the queue of a slow uplink: four seconds at 4 Mbit/s. The broadcasts in
 bench/results were measured with this bound.
 """
 MAX_IMAGE_SHARE = 0.9
@@ -567,8 +562,9 @@ async def start_transport(
 ) -> ZmqTransport:
     """Return a started ZeroMQ transport with the configuration's bounds, bound to `listen`.
 
-    If `listen` is None the transport only dials. With `listens_later` the port accepts connections
-    only after the transport's `listen` is called. If `keys` is None, no link is encrypted.
+    If `listen` is None, the transport only dials. If `listens_later` is true, the port accepts
+    connections only after a call of the transport's `listen`. If `keys` is None, links are not
+    encrypted.
 
     Raises:
         TransportError: if the address is in use or does not belong to this machine.
@@ -592,10 +588,9 @@ async def start_transport(
 
 
 def warn_of_kernel(*addresses: str | None, profile: str, log: logging.Logger) -> None:
-    """Log, in one line, the kernel settings that slow down links with a long delay.
+    """Log the kernel settings that slow down links with a long delay, in one line.
 
-    Nothing is logged if all links stay on this machine. The line is a warning only for links over a
-    wide-area network.
+    If all links stay on this machine, nothing is logged. For profile "wan" the line is a warning.
     """
     if all(address is None or is_loopback(address) for address in addresses):
         return
@@ -614,8 +609,8 @@ def make_broadcast(
 ) -> Broadcast:
     """Return a node's part in the broadcast, with the configuration's bounds.
 
-    The learner receives no versions and has no version store. The node keeps `keep_versions` whole
-    images. It also keeps the images that a child is fetching.
+    The learner receives no versions, so its `version_store` is None. The node keeps `keep_versions`
+    images, and in addition the images that a child is fetching.
     """
     return Broadcast(
         node_id=node_id,
@@ -628,7 +623,7 @@ def make_broadcast(
 
 
 def node_name(role: str, given: str | None) -> str:
-    """Return a node's name: the given name, or a unique name of role and host."""
+    """Return the given name, or a unique name made of role and host."""
     if given is not None:
         return given
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
@@ -636,10 +631,10 @@ def node_name(role: str, given: str | None) -> str:
 
 
 def advertised(listen: str | None, advertise: str | None) -> str | None:
-    """Return the address at which other nodes can dial this node, or None.
+    """Return the address at which other nodes can dial this node; None if there is none.
 
-    Other nodes cannot dial a wildcard address, so a node that listens on one needs `advertise`.
-    `listen` is the transport's address. Its server key is added to the result.
+    A node that listens on a wildcard address needs `advertise`, because other nodes cannot dial a
+    wildcard. `listen` is the transport's address. Its server key is added to the result.
     """
     if listen is not None and advertise is not None:
         key = parse_key(listen)
@@ -650,7 +645,7 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
 
 
 def new_seal_keys() -> SealKeys:
-    """Return a new key pair for the seals of this process."""
+    """Return a new key pair for this process's seals."""
     return SealKeys(secrets.token_bytes(32))
 
 
@@ -664,7 +659,7 @@ def node_settings(
 ) -> NodeSettings:
     """Return the settings of a relay's or worker's role.
 
-    Warn if other nodes cannot dial this node.
+    A warning is logged if other nodes cannot dial this node.
     """
     role = join.role
     advertise = advertised(listen, section.advertise)
@@ -695,7 +690,7 @@ def node_settings(
 
 
 def stated_price(section: PricedSection) -> Price:
-    """Return the cost of a node's machine and traffic, as its configuration states it."""
+    """Return the cost of a node's machine and traffic, as configured."""
     return Price(
         per_h=section.price_per_h,
         per_gb=section.price_per_gb,

@@ -1,4 +1,4 @@
-"""Sets up a relay from its sections of the configuration."""
+"""Set up a relay from its sections of the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echo.wire.actions import Action, Note
 
 
 class RelayNode(DialingNode):
-    """Runs a relay's role, and logs the versions that it holds."""
+    """Runs a relay's role, and logs the versions that the relay has."""
 
     def on_action(self, action: Action) -> None:
         match action:
@@ -34,7 +34,7 @@ class RelayNode(DialingNode):
                 raise LocalProtocolError(f"a relay cannot {type(action).__name__}")
 
     async def _set_up(self) -> None:
-        """Recover stored versions, and report Built: a relay builds nothing."""
+        """Recover stored versions, and report Built: a relay has nothing to build."""
         await self.recover()
         self.report(Built({}))
 
@@ -47,11 +47,10 @@ async def build_relay(
     profile: str,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return the node of a relay that listens and is ready to run.
+    """Return a listening relay that is ready to run.
 
     Raises:
-        EchoError: if the configuration or this machine does not permit it; the message is for the
-            user.
+        EchoError: if the relay cannot start. The message is for the user.
     """
     transport = await node.start_transport(network, section.listen, join.keys(), listens_later=True)
     node.warn_of_kernel(section.listen, *join.addresses(), profile=profile, log=log)
@@ -74,7 +73,7 @@ def assemble_relay(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> RelayNode:
-    """Return the node of a relay on a started transport; does not open the port."""
+    """Return a relay on a started transport. The port is not opened."""
     settings = node.node_settings(section, network, join, transport.listen_address, log=log)
     version_store = open_store(network.store_dir, network.store_bytes)
     role = Relay(

@@ -1,8 +1,8 @@
-"""A viewer's connection to a learner: requests statuses, and sends the operator's operations.
+"""Connect a viewer to a learner, to request statuses and to send operations.
 
-A viewer dials every address at which the learner may be, and uses the first that answers. It
-requests the next status only after the previous status has arrived. So a slow link carries fewer
-statuses, but never outdated ones. A lost connection is redialled automatically.
+A viewer dials every address at which the learner may be, and uses the first address that answers.
+The viewer requests the next status only after the previous status has arrived. So a slow link
+carries fewer statuses, but no outdated ones. A lost connection is redialled automatically.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from echo.wire.codec import decode_envelope, decode_message, encode
 from echo.wire.messages import Act, Message, Operation, Outcome, Refuse, Status, Watch
 
 ANSWER_S = 10.0
-"""Seconds within which a learner must answer a single question."""
+"""Seconds within which a learner must answer a request."""
 ASK_S = 1.0
-"""Seconds between two statuses for a viewer that watches a run."""
+"""Seconds between two statuses in a view of a run."""
 AGAIN_S = 5.0
-"""Seconds after which a question without an answer is asked again."""
+"""Seconds after which an unanswered request is repeated."""
 OPTIONS = TransportOptions(connect_timeout_s=5.0, max_redial_s=2.0, linger_s=0.5)
 
 Answer = TypeVar("Answer")
 
 
 def operator_name() -> str:
-    """Return the name under which this user's operations are recorded: user@host."""
+    """Return this user's name in the record of operations: user@host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -52,12 +52,12 @@ def operator_name() -> str:
 
 
 class ViewerLink:
-    """A viewer's transport: the addresses that it dials, and the address that has answered."""
+    """A viewer's transport, which dials several addresses and uses the first that answers."""
 
     def __init__(self, accesses: Sequence[Access]) -> None:
-        """Prepare to dial one learner by any of `accesses`, which all have the same keys.
+        """Prepare to dial one learner at several addresses.
 
-        There must be at least one access.
+        `accesses` has at least one access. All have the same keys.
         """
         key = parse_key(accesses[0].address)
         assert key is not None, "a viewer's key has the learner's key"
@@ -80,9 +80,9 @@ class ViewerLink:
 
     @property
     def failure(self) -> str:
-        """Why no address answers.
+        """The reason why no address answers.
 
-        It is "" if an address answers, and while an address is still being tried.
+        The reason is "" if an address answers, or if an address is still being tried.
         """
         if self.is_up or len(self._failures) < len(self._dialled):
             return ""
@@ -95,12 +95,12 @@ class ViewerLink:
         return "; ".join(dict.fromkeys(failed.reason for failed in self._failures.values()))
 
     def send(self, message: Message) -> None:
-        """Send a message to the learner; without a link the message is lost."""
+        """Send a message to the learner. The message is lost if there is no link."""
         if self._peer is not None:
             self.transport.send(self._peer, encode(message, source="viewer"))
 
     async def receive(self) -> list[tuple[Any, list[Any]]]:
-        """Wait for events of the transport; return (message, payload) of each received message."""
+        """Wait for events of the transport. Return each received message with its payload."""
         messages = []
         for event in await self.transport.receive():
             match event:
@@ -139,8 +139,8 @@ def ask_status(target: Target) -> RunStatus:
 
     Raises:
         TransportError: if no learner answers.
-        RefusedError: if the learner admits no further viewer.
-        DataError: if the answer cannot be read, because the learner runs another release.
+        RefusedError: if the learner does not admit another viewer.
+        DataError: if the answer cannot be read. The learner then runs another release.
     """
 
     def answer(message: Any, payload: Sequence[Any]) -> RunStatus | None:
@@ -151,7 +151,7 @@ def ask_status(target: Target) -> RunStatus:
 
 
 def send_command(target: Target, act: Act, subject: str = "", value: str = "") -> Outcome:
-    """Ask the learner to carry out an operation, and return the outcome.
+    """Make the learner carry out an operation, and return the outcome.
 
     Raises:
         TransportError, RefusedError, DataError: for the same reasons as `ask_status`.
@@ -195,10 +195,10 @@ def _run(main: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 class RunWatcher(Protocol):
-    """A user's view of a run, and the keys that the user presses."""
+    """Shows a run to a user, and reads the user's keys."""
 
     keyboard: int | None
-    """The descriptor of the terminal to read keys from; None if there is none."""
+    """File descriptor of the terminal from which keys are read; None without a terminal."""
 
     @property
     def is_over(self) -> bool:
@@ -208,17 +208,17 @@ class RunWatcher(Protocol):
         """Draw a status."""
 
     def say(self, text: str) -> None:
-        """Show a text about the connection or an operation's outcome; "" removes the text."""
+        """Show a text about the connection or an operation's outcome. "" removes the text."""
 
     def read_keys(self) -> list[Operation]:
-        """Return the operations that the user has confirmed by pressed keys."""
+        """Return the operations that the user has confirmed with keys."""
 
 
 def watch(target: Target, watcher: RunWatcher) -> None:
-    """Show a run to a watcher until its view ends; a lost learner is redialled.
+    """Show a run to a watcher until the user ends the view. A lost learner is redialled.
 
     Raises:
-        TransportError: if the learner has not answered at any address since the call.
+        TransportError: if no learner has answered since the call.
         RefusedError, DataError: for the same reasons as `ask_status`.
     """
     _run(_watch(target, watcher))
@@ -239,7 +239,7 @@ async def _watch(target: Target, watcher: RunWatcher) -> None:
 
 
 class _Viewing:
-    """What a viewer knows: when to request a status, and what to show."""
+    """The state of a view: when the next status is requested, and whether one was shown."""
 
     def __init__(self, link: ViewerLink, watcher: RunWatcher) -> None:
         self._link, self._watcher = link, watcher
@@ -251,7 +251,7 @@ class _Viewing:
 
     @contextmanager
     def reading_keys(self) -> Iterator[None]:
-        """Read pressed keys within the block, and send the operations that they confirm."""
+        """Within the block, read keys and send the operations that the user confirms."""
         keyboard = self._watcher.keyboard
         if keyboard is not None:
             self._loop.add_reader(keyboard, self._on_keys)

@@ -1,7 +1,7 @@
-"""The worker's side of outside agents: gives out episodes, samples calls, takes rewards.
+"""Serve outside agents: hand out episodes, sample calls, take rewards.
 
 An outside agent is a program of the user that sends calls to the worker's endpoint. The worker
-requests a lease only when an agent waits for an episode. So no lease becomes stale in a queue.
+requests a lease only when an agent waits for an episode, so leases do not become stale in a queue.
 
 A session's calls are sampled with the run's settings, which the learner also uses to compute
 probabilities. Calls without a session use the caller's settings and are not recorded.
@@ -80,12 +80,12 @@ class AgentParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """The options of a call; a session's calls use only `max_tokens`, `stop` and `tools`."""
+    """The options of a call. Calls of a session use only `max_tokens`, `stop` and `tools`."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Sequence[str] = ()
-    """Texts that end the answer, beside those of the run."""
+    """Texts that end the answer, in addition to the run's stop strings."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -111,7 +111,7 @@ class Agents:
         node: DialingNode,
         pool: Pool,
     ) -> None:
-        """Start without leases; the caller must run `watch`."""
+        """Start without leases. The caller must run `watch`."""
         self.parts = parts
         self.role = role
         self._sampler = sampler
@@ -133,7 +133,7 @@ class Agents:
         self._has_news.set()
 
     async def watch(self) -> None:
-        """Until cancelled, renew open leases, and give up leases that take too long."""
+        """Renew open leases and give up leases that take too long, until cancelled."""
         num_ticks = 0
         while True:
             await asyncio.sleep(self.role.joining.heartbeat_s / 2)
@@ -145,7 +145,7 @@ class Agents:
             self._demand()
 
     def close(self) -> None:
-        """Begin no more episodes, and drop the leases that have no session."""
+        """Stop beginning episodes, and drop the leases that have no session."""
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
@@ -197,7 +197,7 @@ class Agents:
             The reward; None if the task's reward function returns None.
 
         Raises:
-            SessionError: if the session cannot be rewarded, or the reward is not permitted.
+            SessionError: if the session cannot be rewarded, or the reward is out of range.
             RewardError: if the task's reward function fails.
         """
         session = self._episodes.find(session_id, now=self._node.now)
@@ -316,9 +316,9 @@ class Agents:
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return (tokens, continued call, text) of a context; runs in a thread.
+        """Return the tokens of a context, the earlier call that it continues, and its text.
 
-        The continued call is the earlier call that the context begins with, or None.
+        The call is None if the context continues no earlier call. Runs in a thread.
         """
         dialogue = self.parts.dialogue
         if isinstance(prompt, str):
@@ -374,9 +374,9 @@ class Agents:
 
 
 def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
-    """Return how many characters the answer has from its stop string on.
+    """Return how many characters of an answer the agent does not see.
 
-    The number is 0 without a stop string.
+    These are the stop string that ended the answer, and the text after it.
     """
     if sampling.stop is None or completion.finish_reason != "stop":
         return 0

@@ -1,7 +1,7 @@
-"""Samples single requests of many callers with one engine.
+"""Sample single requests of many callers with one engine.
 
-A continuous engine gets each request in a separate call. Any other engine samples in batches: one
-call has all waiting requests with the same sampling settings.
+A continuous engine gets each request in a separate call. For any other engine, waiting requests
+with the same sampling settings are sampled in one call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CallSampler:
     """Samples single requests, in batches if the engine is not continuous."""
 
     def __init__(self, engine: Engine, watcher: Watcher, *, threads: Threads) -> None:
-        """Start without requests; the caller must run `run`."""
+        """Start without requests. The caller must run `run`."""
         self._engine = engine
         self._watcher = watcher
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()

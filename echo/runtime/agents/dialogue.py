@@ -1,4 +1,4 @@
-"""Tokenization of agents' calls; sampled tokens stay as they were sampled.
+"""Tokenize agents' calls, and keep sampled tokens as they were sampled.
 
 An agent sends its whole context as text. Encoding this text again could give other tokens than were
 sampled. For example, "12" may have been sampled as "1", "2". The learner would then train on a
@@ -42,7 +42,7 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name of an argument that differs from the run's settings, or ""."""
+        """Return the first argument that differs from the run's settings; "" if all are equal."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
@@ -101,7 +101,7 @@ class Dialogue:
 
 
 def _after(text: str, length: int) -> str:
-    """Return the text after its first `length` characters, not counting `MARK`s."""
+    """Return the text after its first `length` characters, where a `MARK` is no character."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks

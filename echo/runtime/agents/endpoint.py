@@ -6,8 +6,8 @@
     POST /v1/completions                 /sessions/ID/v1/... for agents that know only a base URL
     POST /v1/echo/sessions               {"wait_s": 30}    an episode; 204 none yet, 410 no more
     POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   or a table of its parts; without a reward
-                                                           the task judges
-    DELETE /v1/echo/sessions/ID          give an episode up
+                                                           the task's reward function is called
+    DELETE /v1/echo/sessions/ID          give up the episode
 
 Every request except /health needs `Authorization: Bearer TOKEN`. OpenAI's clients make this header
 from their API key. The token is checked before a body is read. A connection is closed if it does
@@ -63,14 +63,15 @@ class SlowBodyError(EchoError):
 
 MAX_BODY_BYTES = 16 << 20
 LARGE_BODY_BYTES = 256 << 10
-"""Size in bytes above which a request's body is large; at most MAX_LARGE_BODIES large bodies, or
-bodies of unknown size, are read at the same time.
+"""Bodies above this size in bytes, or of unknown size, are large.
+
+At most MAX_LARGE_BODIES large bodies are read at the same time.
 """
 MAX_LARGE_BODIES = 4
 BODY_S = 30.0
 """Seconds within which a request's body must arrive."""
 TOKEN_S = 10.0
-"""Seconds within which a connection must send the token, or it is closed."""
+"""Seconds after which a connection that has not sent the token is closed."""
 MAX_UNKNOWN = 256
 KEEPALIVE_S = 75.0
 """Seconds that a connection may be idle between two requests."""
@@ -87,7 +88,7 @@ _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (BodyError, 400),
     (DataError, 400),
 )
-"""(Class of error, HTTP status). The first class that matches gives the status; else it is 500."""
+"""HTTP status of each class of error: the first class that matches counts. The default is 500."""
 _SERVED = (
     "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also behind /sessions/ID; "
     "give a client a base URL that ends in /v1"

@@ -1,4 +1,4 @@
-"""OpenAI's JSON: reading the bodies of calls, and writing their answers."""
+"""Read the bodies of OpenAI's calls, and write their answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from echo.tasks.environment import find_calls, without_calls
 from echo.wire.codec import DECODE_ERRORS
 
 MAX_TEMPERATURE = 1e3
-"""Highest permitted temperature: above it all logits are practically equal."""
+"""Highest permitted temperature. Above this value, all logits are practically equal."""
 
 StopText = Annotated[str, Meta(max_length=256)]
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -65,7 +65,7 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write it into the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
 }
-"""Unsupported field -> (values that do not change an answer, the remedy for any other value)."""
+"""Unsupported fields: the values that do not change an answer, and a remedy for others."""
 
 
 class _Body(msgspec.Struct):
@@ -118,8 +118,7 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
     """Return the parsed body of a call.
 
     Raises:
-        BodyError: if the body cannot be read or served, for example because of an unsupported
-            field; the message names the cause.
+        BodyError: if the body is malformed or has an unsupported field.
     """
     try:
         body, unable = msgspec.json.decode(data, type=kind), msgspec.json.decode(data, type=_Unable)
@@ -211,8 +210,8 @@ class ChatAnswer:
     def events(self, turn: Turn) -> list[dict[str, Any]]:
         """Return the events of the answer to a call with `stream`.
 
-        The events are the text, the end and, if requested, the usage. Text and end are separate
-        events, because some clients ignore text in the last event. OpenAI does the same.
+        The events are the text, the end and, if requested, the usage. As in OpenAI's answers, text
+        and end are separate events, because some clients ignore text in the last event.
         """
         text: dict[str, Any] = {"delta": self._message(turn)}
         end: dict[str, Any] = {"delta": {}}

@@ -25,7 +25,7 @@ from echo.runtime.agents.turns import Ids, Turn, num_sampled_of, tree_of
 from echo.wire.messages import Lease
 
 MAX_EPISODE_ATTEMPTS = 3
-"""Number of attempts at an episode after which its group is given up."""
+"""A group is given up if one of its episodes has had this many attempts."""
 MAX_SESSION_CALLS = 1024
 """Largest number of calls of a session. Each call takes memory, so an agent that loops is stopped.
 """
@@ -41,7 +41,7 @@ class UnknownSessionError(SessionError):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One attempt of an agent at an episode."""
+    """An agent's attempt at an episode."""
 
     session_id: str
     lease: Lease
@@ -55,7 +55,7 @@ class Session:
 
     @property
     def opening(self) -> dict[str, Any]:
-        """The JSON with which the agent begins its episode."""
+        """The JSON that the agent receives when it begins its episode."""
         example = self.lease.example
         prompt = example["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -76,7 +76,7 @@ class _OpenLease:
 
     lease: Lease
     waiting: deque[int]
-    """Numbers of the episodes that an agent may begin, the next episode first."""
+    """Numbers of the episodes that an agent may begin, next episode first."""
     touched_at: float
     num_attempts: dict[int, int] = field(default_factory=dict)
     outcomes: dict[int, SessionOutcome] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Episodes:
         """End a session with its reward.
 
         Returns:
-            The outcomes of the group; None if one of its episodes has not ended.
+            The outcomes of the group; None while an episode of the group is unfinished.
 
         Raises:
             SessionError: if the session has no completed call, or a call is running.
@@ -193,7 +193,8 @@ class Episodes:
     def abandon(self, session: Session) -> bool:
         """End a session, and free its episode for another attempt.
 
-        After MAX_EPISODE_ATTEMPTS attempts the whole lease is given up. Then the result is False.
+        If the episode has had MAX_EPISODE_ATTEMPTS attempts, give up the whole lease and return
+        False.
         """
         entry = self._close(session)
         self._num_abandoned_tokens += num_sampled_of(session.turns)
@@ -204,16 +205,16 @@ class Episodes:
         return True
 
     def take_abandoned(self) -> int:
-        """Return how many tokens were sampled in the sessions that were given up.
+        """Return the number of tokens sampled since the last call that will not be trained on.
 
-        Each session counts in one call of this method only. A rewarded session counts too, if its
-        group's lease was given up.
+        These are the tokens of sessions that were given up, and of rewarded sessions whose lease
+        was given up.
         """
         number, self._num_abandoned_tokens = self._num_abandoned_tokens, 0
         return number
 
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
-        """Free the episodes of silent agents; return the given-up leases with the reasons."""
+        """Free the episodes of silent agents; return each given-up lease and its reason."""
         given_up = []
         late = [
             session

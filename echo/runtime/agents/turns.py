@@ -54,7 +54,7 @@ class Turn:
 
     @property
     def chain(self) -> list[Turn]:
-        """The calls that led to this call, oldest first, and this call."""
+        """This call and the earlier calls that it continues, oldest first."""
         turns, turn = [self], self.parent
         while turn is not None:
             turns.append(turn)
@@ -159,10 +159,10 @@ class TokenTree:
         self.num_tokens += number
 
     def _find(self, turn: Turn) -> tuple[int, Ids]:
-        """Find the part of a call's context that is in the tree already.
+        """Find the longest beginning of a call's context that is already in the tree.
 
-        Return the place of that part's last token, and the token ids of the rest. If the tree has
-        no such part, the place is -1.
+        Return the place of its last token, and the token ids of the rest of the context. The place
+        is -1 if the tree has no common beginning with the context.
         """
         place, rest = -1, turn.context_ids
         if turn.parent is not None:
@@ -190,7 +190,7 @@ class TokenTree:
 
 
 def tree_of(turns: Sequence[Turn], *, max_tokens: int) -> TokenTree:
-    """Return the tree of a session's calls, of which there is at least one.
+    """Return the tree of a session's calls; there must be at least one call.
 
     If the chains have more than `max_tokens` tokens in total, the chains with the fewest sampled
     tokens are left out. At least one chain is always kept.

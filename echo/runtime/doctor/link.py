@@ -1,13 +1,12 @@
-"""Tries to reach the learner for `echo-rl doctor`, and reports what a joining node would find.
+"""Test the connection to the learner for `echo-rl doctor`.
 
-The doctor dials and joins as a relay does, up to the Welcome. It never sends Ready. So the learner
-neither plans the doctor into the broadcast nor grants it a lease. At the end the doctor sends
-Goodbye.
+The doctor dials and joins as a relay does, up to the Welcome. The doctor never sends Ready, so the
+learner gives it no place in the broadcast and no lease. At the end the doctor sends Goodbye.
 
     Greet -> Greeted      the node that answers
-    Probe -> ProbeAck     round-trip time; rate towards the learner, by zeros of growing size
+    Probe -> ProbeAck     round-trip time; upload rate, from blocks of zeros of growing size
     Hello -> Welcome      the learner's signature, its hashes, settings and time of day
-    AssetRequest -> Asset rate from the learner, by the largest file that a worker would inherit
+    AssetRequest -> Asset download rate, from the largest file that a worker would inherit
     Goodbye
 
 If the doctor dials a relay, Greet and Probe measure the link to the relay. The later messages
@@ -77,14 +76,14 @@ ENOUGH_S = 0.5
 LONG_RTT_S = 0.4
 SLOW_BYTES_PER_S = 1e6
 LONG_SKEW_S = 1.0
-"""If clocks differ by more seconds than this for certain, the doctor warns."""
+"""The doctor warns if the clocks certainly differ by more seconds than this."""
 
 Answer = TypeVar("Answer", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """The results of a trial of one address. A result is None if the trial ended before it."""
+    """The results of testing one address. Results of steps that were not reached are None."""
 
     address: str
     node_id: str | None = None
@@ -97,13 +96,13 @@ class LinkReport:
     skew_s: float | None = None
     """How far the learner's clock is ahead of this machine's clock, seconds."""
     skew_error_s: float = 0.0
-    """Largest error of `skew_s`: half of the round trip in which the learner gave its time."""
+    """Largest error of `skew_s`, seconds: half of a round-trip time."""
     fault: EchoError | None = None
-    """Why the trial ended early."""
+    """The error that ended the test early; None if the test was completed."""
 
 
 class _Trial:
-    """One trial: the exchange over one dialled link."""
+    """The exchange of messages over one dialled link."""
 
     def __init__(self, transport: Transport, address: str, fingerprint: bytes | None) -> None:
         self._transport, self._fingerprint = transport, fingerprint
@@ -115,7 +114,7 @@ class _Trial:
         self._address = address
 
     async def run(self) -> LinkReport:
-        """Exchange the messages and return the report, which is partial after a failure."""
+        """Exchange the messages, and return the report. After a failure, the report is partial."""
         try:
             self._peer = self._transport.dial(self._address)
             await self._connect()
@@ -246,7 +245,7 @@ async def try_link(transport: Transport, address: str, *, fingerprint: bytes | N
 
 
 def check_link(report: LinkReport) -> Iterator[Finding]:
-    """Turn the report of a trial into findings."""
+    """Convert the report of a test into findings."""
     name = "link"
     if report.node_id is None:
         yield Finding(
@@ -317,7 +316,7 @@ def check_skew(skew_s: float, error_s: float) -> Iterator[Finding]:
 
 
 def own_address(address: str) -> str | None:
-    """Return this machine's address on the route to `address`; None without a route."""
+    """Return this machine's address on the route to `address`; None if there is no route."""
     host, port = parse_address(address)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]

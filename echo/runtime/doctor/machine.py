@@ -1,7 +1,7 @@
 """Checks of this machine for `echo-rl doctor`: packages, GPU, kernel settings, clock and disk.
 
-A check yields findings and makes no lasting change. It gets the machine's facts as arguments. So a
-test can cause each failure.
+A check yields findings and makes no lasting change. The machine's facts are arguments, so a test
+can cause each failure.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class Finding:
     name: str
     """The thing that was checked, in one to three words."""
     text: str
-    """What was found."""
+    """The result in words."""
     why: str = ""
-    """Why it matters; empty for "ok"."""
+    """Why the finding matters; empty for "ok"."""
     remedy: str = ""
-    """The command or the setting that mends it; empty for "ok"."""
+    """The command or the setting that fixes the fault; empty for "ok"."""
 
 
 # --- packages -------------------------------------------------------------------------------------
 
 _LOCKED = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;]+)", re.MULTILINE)
 MAX_NAMED = 6
-"""Largest number of packages that one finding names."""
+"""Largest number of packages named in one finding."""
 
 
 def locked_versions(lock: str) -> dict[str, set[str]]:
-    """Return package name -> versions, from the text of a lock file.
+    """Return the versions of each package in the text of a lock file.
 
-    A lock file may have several versions of a package, for different versions of Python.
+    A package may have several versions, for different versions of Python.
     """
     versions: dict[str, set[str]] = {}
     for name, version in _LOCKED.findall(lock):
@@ -147,11 +147,11 @@ def check_gpu(build: str | None, gpus: Iterable[str], driver: str | None) -> Ite
 # --- kernel ---------------------------------------------------------------------------------------
 
 LEAST_DESCRIPTORS = 4096
-"""Limit of open files below which a learner with some hundred workers can run out of them."""
+"""A learner with some hundred workers may need this many open files."""
 
 
 def check_descriptors(limit: int) -> Iterator[Finding]:
-    """Check the limit of open files, which is raised as far as permitted."""
+    """Check that the limit of open files is at least LEAST_DESCRIPTORS."""
     if limit >= LEAST_DESCRIPTORS:
         yield Finding("ok", "open files", f"{limit} are permitted")
         return
@@ -165,7 +165,7 @@ def check_descriptors(limit: int) -> Iterator[Finding]:
 
 
 def check_kernel(facts: KernelFacts) -> Iterator[Finding]:
-    """Check the kernel's TCP settings, which bound the rate of long links."""
+    """Check that the kernel's TCP settings permit fast transfers over long links."""
     slow = slow_settings(facts)
     if slow is None:
         yield Finding("ok", "TCP settings", "fast enough for 1 Gbit/s at 100 ms, or not readable")
@@ -187,7 +187,7 @@ _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 class _Timex(ctypes.Structure):
-    """The head of `struct timex` of adjtimex(2), and space for the rest."""
+    """The first fields of `struct timex` for adjtimex(2), padded to more than its size."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -201,10 +201,7 @@ class _Timex(ctypes.Structure):
 
 
 def is_clock_synchronised() -> bool | None:
-    """Return whether the clock follows a time server.
-
-    None if the kernel does not report it.
-    """
+    """Return whether the clock follows a time server; None if the kernel does not report it."""
     state = _Timex()  # modes = 0: read only
     try:
         if ctypes.CDLL(None).adjtimex(ctypes.byref(state)) < 0:
@@ -282,7 +279,7 @@ def check_ledger(directory: Path) -> Iterator[Finding]:
 
 
 def check_run_dir(run_dir: Path, *, min_free_bytes: int) -> Iterator[Finding]:
-    """Check the volume that holds, or would hold, a run's directory."""
+    """Check the volume of a run's directory, which need not exist yet."""
     place = run_dir.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent

@@ -1,8 +1,8 @@
-"""Alerts of a run: raised by the rules of `core/monitoring`, logged, and sent to the operator.
+"""Raise the alerts of a run, log them, and send them to the operator.
 
-Every alert is logged, and then queued. A task sends the queued alerts to the operator's command and
-webhook, one at a time and with a time limit. So no step waits for an alert. If the queue is full,
-its oldest alert is dropped.
+The rules are in `core/monitoring`. A task sends queued alerts to the operator's command and
+webhook, one at a time and with a time limit, so no training step waits for an alert. If the queue
+is full, the oldest alert in the queue is dropped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from echo.train.step import StepError
 CHECK_S = 5.0
 """Seconds between two checks of time, costs and disk."""
 SEND_S = 30.0
-"""Time limit of the command, and of the webhook, seconds."""
+"""Time limit of the command and of the webhook, seconds each."""
 SOCKET_S = 10.0
-"""Seconds that the webhook's server may be silent."""
+"""Seconds for which the webhook's server may be silent."""
 FLUSH_S = 30.0
-"""Seconds that the end of a learner waits for alerts that are not sent yet."""
+"""When a learner ends, it waits at most this many seconds for unsent alerts."""
 MAX_QUEUED = 16
 """Largest number of alerts that wait to be sent."""
 
@@ -61,7 +61,7 @@ class Alerts:
         time_of_day: Callable[[], float],
         log: logging.Logger,
     ) -> None:
-        """Watch a learner through its role, progress, costs and stalls.
+        """Watch the learner, its progress, its costs and its stalls.
 
         Blocking calls are made in `pool`.
         """
@@ -88,11 +88,11 @@ class Alerts:
     # --- what is watched -------------------------------------------------------------------------
 
     def stepped(self, row: Mapping[str, Any]) -> DivergedError | None:
-        """Raise the alerts that a step's row of metrics causes.
+        """Raise the alerts caused by the metrics of a step.
 
         Returns:
-            The error that ends the training if the run has diverged, unless alerts.on_divergence is
-            "alert". Otherwise None.
+            None if training may continue. If the run has diverged and alerts.on_divergence is not
+            "alert", the error that ends training.
         """
         found = self._rules.stepped(self._role.step, row, now=self._clock())
         self._raise(found)
@@ -119,7 +119,7 @@ class Alerts:
             self.nonfinite(f"step {self._role.step + 1} failed: {error}")
 
     async def watch(self) -> None:
-        """Check time, costs and disk every CHECK_S, until cancelled or until the run's end."""
+        """Check time, costs and disk every CHECK_S, until cancelled or until the run ends."""
         section = self._section
         periodic = section.stall_s, section.max_cost_per_h, section.max_cost
         if not any((*periodic, section.min_free_disk_bytes)):
@@ -175,7 +175,7 @@ class Alerts:
             self._is_empty.set()
 
     async def flush(self) -> None:
-        """Wait until every alert is sent, at most FLUSH_S; called before the learner ends."""
+        """Wait at most FLUSH_S until every alert is sent. Called before the learner ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 await self._is_empty.wait()
@@ -222,7 +222,7 @@ def _state(alert: Alert) -> str:
 
 
 def post_json(url: str, body: bytes) -> str:
-    """Post JSON to a URL; return the reason if that fails, else ""."""
+    """Post JSON to a URL. Return "" on success, else the reason of the failure."""
     headers = {"Content-Type": "application/json", "User-Agent": "echo-rl"}
     try:
         request = urllib.request.Request(url, data=body, headers=headers, method="POST")

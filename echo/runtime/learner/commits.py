@@ -1,8 +1,7 @@
-"""Commit before send: a message waits until the records that it relies on are committed.
+"""Commit before send: a message waits until its records are committed to the ledger.
 
-If a batch of actions appends records to the ledger, its other actions are held. They are performed
-after the commit of these records. The commit runs in the disk's thread. It commits all records that
-were appended before it.
+If a batch of actions appends records to the ledger, its other actions are held and performed after
+the commit of these records. The disk's thread commits all records that were appended before.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Commits:
         *,
         perform: Callable[[Iterable[Action]], None],
     ) -> None:
-        """Start with no held actions; `disk` is the thread that writes the ledger."""
+        """Start without held actions. `disk` is the thread that writes the ledger."""
         self._ledger = ledger
         self._disk = disk
         self._perform = perform
@@ -40,19 +39,19 @@ class Commits:
         self._held.append(actions)
 
     def want(self) -> None:
-        """Make `run` commit if the ledger has records that are not committed."""
+        """Make `run` commit if the ledger has uncommitted records."""
         if self._ledger.has_queued:
             self._has_records.set()
 
     async def run(self) -> None:
-        """Commit records whenever `want` requests it, until cancelled."""
+        """Commit records whenever `want` is called, until cancelled."""
         while True:
             await self._has_records.wait()
             self._has_records.clear()
             await self.commit()
 
     async def commit(self) -> None:
-        """Commit all records appended so far, and then perform the held actions."""
+        """Commit all records appended so far, then perform the held actions."""
         held, self._held = self._held, []
         await self._disk.run(self._ledger.commit)
         for actions in held:

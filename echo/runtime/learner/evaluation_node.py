@@ -1,9 +1,9 @@
-"""An evaluation by workers: a learner that publishes one version, and trains nothing.
+"""An evaluation by workers: a learner publishes one version and trains nothing.
 
-Workers join as they join a run. Each answer is a group of one rollout, whose lease has the seed
-that an evaluation on one machine would use. So a lost lease is granted again with the same seed,
-and the scores do not depend on which workers sampled which answers. The answers are kept in memory
-only: an evaluation that is interrupted begins again.
+Workers join as in a run. Each answer is a group of one rollout, whose lease has the seed of an
+evaluation on one machine. A lost lease is granted again with the same seed. So the scores do not
+depend on which workers sampled which answers. Answers are kept only in memory: after an
+interruption the evaluation starts again.
 
     weights --> image --> broadcast
     role --> StoreGroup --> answer --> acknowledgement        all answers --> scores
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from echo.engine.weights import Weights
 
 VERSION = PolicyVersion(1, 0)
-"""The version under which the weights are published."""
+"""The version number of the published weights."""
 PROGRESS_S = 10.0
 """Smallest time between two log lines about progress, seconds."""
 
@@ -52,14 +52,15 @@ PROGRESS_S = 10.0
 class HeldoutGroups:
     """The prompts of an evaluation as groups of one answer each, and the answers so far.
 
-    The groups of the sampled answers come first, prompt by prompt; then follow the greedy answers.
+    First come the groups of the sampled answers, prompt by prompt; then those of the greedy
+    answers.
     """
 
     num_trimmed_tokens = 0
     admission_staleness = 0
 
     def __init__(self, source: PromptSource, openings: Sequence[Opening]) -> None:
-        """Start without answers.
+        """Make the groups, without answers.
 
         Raises:
             DataError: if an example cannot be sent to a worker.
@@ -82,45 +83,45 @@ class HeldoutGroups:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups, which is the number of answers of the whole evaluation."""
+        """Number of groups, which equals the number of answers."""
         return len(self._places)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group has its answer."""
+        """Whether every group has an answer."""
         return len(self._answers) == self.num_groups
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def num_unspent(self, *, step: int) -> int:
-        """Return the number of groups with an answer, for which no other group is granted."""
+        """Return the number of groups that are answered and need no more leases."""
         return len(self._answers)
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of an attempt at a group; all attempts have the same seed."""
+        """Return the lease of an attempt at a group. All attempts have the same seed."""
         prompt, seed, is_greedy = self._places[group_id]
         return msgspec.structs.replace(
             prompt.lease, group_id=group_id, attempt=attempt, seed=seed, is_greedy=is_greedy
         )
 
     def example(self, group_id: int) -> Example:
-        """Return the example of a group, answer included."""
+        """Return the example of a group, with its answer."""
         return self._places[group_id][0].example
 
     def put(self, group_id: int, answer: Answer) -> None:
-        """Keep the answer of a group."""
+        """Store the answer of a group."""
         self._answers[group_id] = answer
 
     def answers(self) -> tuple[Answers, Answers]:
-        """Return the sampled and the greedy answers to each prompt; all groups have an answer."""
+        """Return the sampled and the greedy answers to each prompt; every group must have one."""
         ordered = iter(self._answers[group_id] for group_id in range(self.num_groups))
         sampled = [[next(ordered) for _ in each.seeds] for each in self.openings]
         return sampled, [[next(ordered)] for _ in self.openings]
 
 
 class EvaluationNode(Node):
-    """The node of an evaluation: grants held-out prompts to workers until all are answered."""
+    """The learner of an evaluation: it grants held-out prompts until all are answered."""
 
     def __init__(
         self,
@@ -137,14 +138,14 @@ class EvaluationNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Connect the parts of an evaluation; other arguments are as for `Node`.
+        """Connect the parts of an evaluation.
 
         Args:
             role: the learner's role, whose prompts and buffer are `groups`.
             transport: the transport that workers connect to.
             groups: the held-out prompts and their answers.
             publisher: turns the weights into the version that is published.
-            weights: function, slow: returns the weights to evaluate, by name.
+            weights: slow function that returns the weights to evaluate, by name.
             host: scores the answers; None if workers score them.
             text: decodes the answers.
             codec: the value of network.codec.
@@ -175,17 +176,17 @@ class EvaluationNode(Node):
         )
 
     def release(self) -> None:
-        """End the coder's threads."""
+        """Close the publisher's coder."""
         self._publisher.coder.close()
 
     def result(self, version: PolicyVersion) -> EvalResult:
-        """Return the scores of the evaluation, which has ended, under the name `version`."""
+        """Return the scores of the finished evaluation. The result names `version`."""
         return result_of(version, self._groups.openings, *self._groups.answers(), self._text)
 
     # --- answers ---------------------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Keep an answer, or the failure of a group; nothing else is recorded."""
+        """Store an answer or the failure of a group; ignore other records."""
         match action:
             case StoreGroup(group):
                 if self._host is None:
@@ -209,7 +210,7 @@ class EvaluationNode(Node):
         self._answer(group, Answer(text, reward))
 
     def _answer(self, group: Group, answer: Answer) -> None:
-        """Keep an answer, and acknowledge its group."""
+        """Store an answer, and acknowledge its group."""
         self._groups.put(group.group_id, answer)
         member = self.role.roster.nodes.get(group.worker_id)
         if member is not None and member.stats.engine:
@@ -218,7 +219,7 @@ class EvaluationNode(Node):
         self._waiting.wake()
 
     def _failed(self, record: Discarded, cause: str) -> None:
-        """Count a failed reward as the answer of its group; any other failure ends the evaluation.
+        """Store a failed reward as the answer of its group. Any other failure ends the evaluation.
 
         So a prompt that no worker can sample does not count as a wrong answer.
         """
@@ -233,7 +234,7 @@ class EvaluationNode(Node):
     # --- the evaluation --------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Publish the version, wait for all answers, send every node the end, and stop."""
+        """Publish the version, wait for all answers, announce the end to every node, and stop."""
         try:
             await self._publish()
             self._waiting.begin(now=self.now)
@@ -266,7 +267,7 @@ class EvaluationNode(Node):
         await encoder.wait()
 
     def _check(self) -> None:
-        """Grant what can be granted; end the evaluation if no worker can install the version."""
+        """Grant due leases. End the evaluation if no worker can install the version."""
         reason = self._waiting.check(now=self.now)
         stats = [member.stats for member in self.role.roster.members("worker")]
         if reason == "no_weights" and stats and all(each.refused_version for each in stats):
@@ -285,7 +286,7 @@ class EvaluationNode(Node):
         )  # fmt: skip
 
     async def drain(self) -> None:
-        """Send every node the end of the evaluation, which has no result."""
+        """Stop without a result, after announcing the end to every node."""
         self._is_stopping = True
         self._waiting.wake()
         await self._is_work_over.wait()

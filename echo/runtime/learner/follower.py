@@ -1,4 +1,4 @@
-"""Makes the metrics and the status that a run's follower writes and displays."""
+"""Rows of metrics and the status of a run, for its follower."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ from echo.weights.schedule import PublishPace
 Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 
 MIN_TRAINED_SHARE = 0.5
-"""If less than this share of the tokens that agents sampled is trained on, a note is logged once.
-"""
+"""A note is logged once if a smaller share of agents' tokens is trained on."""
 SAVE_S = 30.0
 """Seconds between two writes of the status to the disk."""
 REFRESH_S = 0.25
-"""Seconds between two statuses for the display."""
+"""Seconds between two updates of the display."""
 
 
 class Follower(Protocol):
-    """Follows a run from outside: writes its metrics, and displays its state."""
+    """Receives a run's metrics and status, to write and display them."""
 
     is_watching: bool
     """Whether the follower displays the status."""
@@ -48,7 +47,10 @@ class Follower(Protocol):
         """Append the row of metrics of `step`."""
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Pass some rollouts to the trackers, of `step` or of its version's evaluation."""
+        """Pass sample rollouts to the trackers.
+
+        `step` is the training step, or the step of the evaluated version.
+        """
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -60,12 +62,12 @@ class Follower(Protocol):
     def save(self, status: RunStatus) -> None:
         """Write the status to the disk; called in a thread.
 
-        If no learner answers, viewers read the written status.
+        Viewers read this file if the learner does not answer.
         """
 
 
 class Reporter:
-    """Makes a follower's rows and the run's status, from the state of a learner's parts."""
+    """Makes rows of metrics and the run's status from the state of a learner's parts."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Reporter:
         stalls: Stalls,
         log: logging.Logger,
     ) -> None:
-        """Report to `follower` the state of a learner, given by its parts.
+        """Report the state of the learner's parts to `follower`.
 
         `price_per_h` is the price of the learner's machine, $ per hour. `time_of_day` returns Unix
         seconds.
@@ -107,11 +109,11 @@ class Reporter:
     def write_step(
         self, metrics: Mapping[str, float], staleness: Mapping[int, int], *, now: float
     ) -> Row:
-        """Make the row of metrics of the last step, append it and return it.
+        """Make, write and return the row of metrics of the last step.
 
         Args:
             metrics: the trainer's metrics for the step.
-            staleness: staleness in steps -> number of the step's tokens with this staleness.
+            staleness: for each staleness in steps, the number of the step's tokens that have it.
             now: the present time, seconds.
         """
         role = self._role
@@ -161,12 +163,11 @@ class Reporter:
         return row
 
     def _partial_metrics(self) -> dict[str, float]:
-        """Return metrics of unfinished rollouts.
+        """Return metrics of unfinished rollouts; empty until a rollout is interrupted or continued.
 
-        The result is empty until a rollout was interrupted or continued. Otherwise there are three
-        metrics. The first is the number of groups that wait to be continued. The second is the mean
-        age, in steps, of the oldest token of a continued group. The third is the share of sampled
-        tokens that were dropped or will not be trained on. Totals are among the role's counters.
+        * partials/waiting: number of groups that wait to be continued.
+        * partials/mean_age: mean age of the oldest token of a continued group, steps.
+        * partials/wasted_ratio: share of sampled tokens that are not trained on.
         """
         role = self._role
         counts = role.counters
@@ -192,19 +193,19 @@ class Reporter:
         await pool.run(self._follower.save, status)
 
     async def keep_saved(self, pool: Pool) -> None:
-        """Write the present status to the disk every SAVE_S, until the run's end is announced."""
+        """Write the present status to the disk every SAVE_S until the run's end is announced."""
         while self._role.shutdown.reason is None:
             await self.save(pool)
             await asyncio.sleep(SAVE_S)
 
     async def run(self) -> None:
-        """Draw the present status every REFRESH_S, until the run's end is announced."""
+        """Draw the present status every REFRESH_S until the run's end is announced."""
         while self._role.shutdown.reason is None:
             self.display(now=asyncio.get_running_loop().time())
             await asyncio.sleep(REFRESH_S)
 
     def display(self, *, now: float) -> None:
-        """Draw the present status, if the follower displays it."""
+        """Draw the present status if the follower displays the status."""
         if not self._follower.is_watching:
             return
         self._stalls.check(now)

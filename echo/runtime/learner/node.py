@@ -1,36 +1,36 @@
-"""The learner node: its loop takes a batch, trains, records the step and publishes a version.
+"""The learner node: take a batch, train, record the step, publish a version.
 
     groups --> role --> ledger (disk) --> buffer --> step --> ledger --> publish --> broadcast
                               |                                     |
                               +--> acknowledgement                  +--> evaluation, checkpoint
 
 The training loop awaits only three things: a full batch of admissible groups, its own model work,
-and sometimes a checkpoint. It never waits for a version to be sent. The broadcast offers versions,
-and the nodes that need them fetch them.
+and sometimes a checkpoint. Sending a version never delays the loop: nodes fetch the versions that
+they need.
 
 A resume relies on this order. The records of a batch of actions are committed before its messages
 are sent. Groups are synced to the disk before they are acknowledged. The record of a step is
 committed before its weights are published. The ledger is synced before a checkpoint becomes
-visible. Threads write all of this, never the event loop.
+visible. All of this is written in threads.
 
 The node and its parts report their results to the role as events (table in `roles/learner.py`). The
-node makes its parts, and calls them from `_train`. No part refers to the node:
+node makes these parts and calls them from `_train`:
 
     commits.py                  holds messages until their records are committed
     batches/groups.py           scores, writes and acknowledges groups
-    batches/waiting.py          ends a hopeless wait
-    batches/stalls.py           explains waits of the learner and of its workers
+    batches/waiting.py          ends the run if no worker comes
+    batches/stalls.py           explains waits of the learner and idle workers
     batches/failed_steps.py     ends the groups that made a step fail
-    batches/bound.py            moves the bound on staleness
-    costs/                      meters costs, and decides which workers are needed
+    batches/bound.py            adapts the staleness bound
+    costs/                      meters costs, and decides which workers are active
     versions/publish.py         publishes versions
     versions/evaluation.py      evaluates published versions
     versions/weights_check.py   looks for NaN in the weights of versions
     saving/save.py              saves the run
     saving/rollback.py          goes back to a checkpoint after a divergence
     alerts.py                   watches the run, and sends alerts to the operator
-    shutdown.py                 sends every node the end of the run
-    operations.py               carries out what operators ask for
+    shutdown.py                 announces the end of the run to every node
+    operations.py               carries out the operations of operators
     follower.py                 writes rows of metrics, draws the status
     samples.py                  writes some rollouts as text to the log and the trackers
 """
@@ -115,17 +115,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """The parts of a run that has begun or was resumed."""
+    """The parts of a new or resumed run."""
 
     ledger: LedgerQueue
     checkpoints: Checkpoints
     activation: ActivationSettings | None
-    """The rules by which workers are activated; None if all workers are active, at any cost."""
+    """The settings of activation; None if all workers are always active."""
     progress: Progress
     trainer: AnyTrainer
     attribution: Attribution | None
     publisher: Publisher
-    """Makes versions of the weights, and has the coder that codes the versions."""
+    """Makes versions of the weights, and owns the coder that encodes them."""
     buffer: StalenessBuffer
     role: Learner
     rewards: LearnerRewards | None
@@ -133,15 +133,15 @@ class OpenedRun:
     evaluator: Evaluator | None
     """Scores versions on held-out prompts; None if evaluation is off."""
     export: Callable[[Path, Publication], None]
-    """Writes a version of the weights as a directory for other programs."""
+    """Writes a version of the weights to a directory, for other programs."""
     disk_limit: DiskLimit | None = None
-    """Keeps the run's directory within its limit; None in a simulation."""
+    """Keeps the run's directory below its size limit; None in a simulation."""
     samples: SampleLog | None = None
-    """Writes some rollouts of steps and evaluations as text; None if no rollouts are wanted."""
+    """Writes sample rollouts of steps and evaluations as text; None if switched off."""
     is_recomputing: bool = False
-    """Whether a setting makes the trainer recompute activations that would fit into memory."""
+    """Whether the trainer recomputes activations although they would fit into memory."""
     prompts: PromptsAhead | None = None
-    """Makes the role's prompts ahead; None if the role never waits for a prompt."""
+    """Makes the role's prompts ahead; None if prompts are made on demand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class LearnerNode(Node):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Connect the parts of an opened run; the other arguments are those of `Node`."""
+        """Connect the parts of an opened run."""
         super().__init__(run.role, transport, threads=threads, log=log)
         self.role: Learner = run.role
         self._buffer, self.ledger, self.progress = run.buffer, run.ledger, run.progress
@@ -323,7 +323,7 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     def release(self) -> None:
-        """End the coder's threads; release the ledger if an error has left it open."""
+        """Close the coder. Release the ledger if an error has left it open."""
         self._coder.close()
         self.ledger.release()
 
@@ -332,7 +332,7 @@ class LearnerNode(Node):
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions in order.
 
-        If some of the actions append records, the others wait for the commit.
+        If some of the actions append records, messages wait until the records are committed.
         """
         batch = list(actions)
         if self._delivered.is_open and any(isinstance(each, AppendRecord) for each in batch):
@@ -346,7 +346,7 @@ class LearnerNode(Node):
         self._commits.want()
 
     def on_guest(self, peer: str, user: str) -> None:
-        """Admit a viewer, if there is space for it."""
+        """Admit a viewer if the number of viewers is below its limit."""
         self.perform(self.role.guest_connected(peer, user, now=self.now))
 
     def on_action(self, action: Action) -> None:
@@ -378,7 +378,7 @@ class LearnerNode(Node):
     # --- the run ---------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Train until the last step, save, announce the end to every node and stop."""
+        """Train until the last step, save, announce the end to every node, and stop."""
         self.spawn(self._delivered.run(), name="store")
         self.spawn(self._commits.run(), name="records")
         if self._prompts is not None:
@@ -411,7 +411,7 @@ class LearnerNode(Node):
             self._is_work_over.set()
 
     async def _make_prompts(self, prompts: PromptsAhead) -> None:
-        """Make prompts until cancelled; grant a group that has waited for its prompt."""
+        """Make prompts until cancelled. If a group waited for its prompt, grant leases."""
         pool = self.threads.pool("prompts")
         while True:
             if await prompts.make(pool):
@@ -496,8 +496,8 @@ class LearnerNode(Node):
     async def _next_batch(self) -> list[Group] | None:
         """Wait for a full batch of groups within the staleness bound, and return it.
 
-        The result is None if training is to end. Reasons are a stop, a spent budget, groups without
-        anything to learn, and a failure.
+        The result is None if training ends: after a stop, a failure, a spent budget, or too many
+        groups without a training signal.
         """
         self.progress.begin("", now=self.now)
         self._waiting.begin(now=self.now)
@@ -545,7 +545,7 @@ class LearnerNode(Node):
             self.report(GrantsDue())
 
     async def _check_wait(self) -> None:
-        """Check which workers can get groups; publish if the newest version is outdated."""
+        """Grant leases to workers. If the newest version is outdated, publish first."""
         self.report(ReviewDue())
         wait_reason = self._waiting.check(now=self.now)
         if wait_reason == "outdated" and not self._versions.is_current:
@@ -568,7 +568,7 @@ class LearnerNode(Node):
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        """Write a checkpoint of unsaved weights; NaN in the weights ends the run."""
+        """Write a checkpoint if weights are unsaved. NaN in the weights ends the run."""
         if self._saver.has_to_save:
             self.progress.begin("saving a checkpoint", now=self.now)
             self._failure = await self._saver.save(now=self.now) or self._failure
@@ -606,7 +606,7 @@ class LearnerNode(Node):
         self.stop("finished")
 
     async def _save(self) -> None:
-        """Save an unfinished run, so that --resume continues from the present step."""
+        """Save an unfinished run. --resume then continues from the present step."""
         await self._close_records()
         self.log.info(
             "stopped at step %d; --resume continues from step %d%s",
@@ -615,11 +615,11 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     async def _roll_back(self, error: EchoError) -> None:
-        """End the node for a rollback if `error` requires one.
+        """Roll the run back if `error` requires it.
 
         Raises:
-            RolledBackError: if the run is rolled back. The end is not announced to the other
-                nodes, because they wait until the learner has resumed.
+            RolledBackError: if the run is rolled back. The other nodes wait until the learner has
+                resumed, so the end is not announced to them.
         """
         if self._weights_check.has_failed:
             self._alerts.nonfinite(str(error))
@@ -647,13 +647,13 @@ class LearnerNode(Node):
         await self._reporter.save(self._disk_pool, state="stopped")
 
     async def _take_no_more_groups(self) -> None:
-        """Stop granting and accepting groups; return when written groups are on the disk."""
+        """Stop granting and accepting groups. Return when all written groups are on the disk."""
         self.report(GrantsStopped())
         await self._delivered.close()
         await self._commits.commit()
 
     async def drain(self) -> None:
-        """Stop granting groups; return when the running step has finished and the run is saved."""
+        """Stop granting groups. Return when the running step has ended and the run is saved."""
         self.is_stopping = True
         self.report(GrantsStopped())
         self.wake()

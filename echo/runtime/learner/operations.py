@@ -1,7 +1,7 @@
-"""Carries out the operations that operators request, and answers each with text.
+"""Carry out the operations that operators request, and answer each with text.
 
 An operation such as "pause" sets a state, so repeating it changes nothing. The ledger and the log
-record each change with the operator's name. A change holds until the learner restarts.
+record each change with the operator's name. A change is lost when the learner restarts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from echo.runtime.learner.costs.control import CostControl
 from echo.wire.messages import Operation, Outcome
 
 MAX_LISTED = 8
-"""If an operation names an unknown node, the answer lists at most this many nodes."""
+"""Largest number of nodes listed in the answer to an unknown node's name."""
 
 
 class Operations:
-    """The operations by name; each returns text on what was done, or raises ConfigError."""
+    """Carries out operations. Each returns text on what was done, or raises ConfigError."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Operations:
         stop: Callable[[], None],
         log: logging.Logger,
     ) -> None:
-        """Carry out operations by changing the role, the staleness bound and the costs.
+        """Change the role, the staleness bound and the costs as operators request.
 
         `report` passes an event to the role. `stop` saves the run and ends the learner.
         """
@@ -47,7 +47,7 @@ class Operations:
         self._report, self._stop, self._log = report, stop, log
 
     def carry_out(self, action: Operate) -> None:
-        """Carry out an operation, record it, and report its outcome."""
+        """Carry out an operation, record it, and report the outcome to the role."""
         operation = action.operation
         try:
             text, is_done = self._act(operation), True
@@ -185,4 +185,4 @@ class Operations:
         "sync.max_staleness": _set_bound,
         "activation.budget_per_run": _set_budget,
     }
-    """The settings that can be changed while a run goes on."""
+    """The settings that can be changed during a run."""

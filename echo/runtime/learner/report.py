@@ -1,4 +1,4 @@
-"""Running totals of the learner, for its metrics and its status."""
+"""Totals of the learner for its metrics and its status."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from echo.weights.schedule import PublishPace
 from echo.wire.messages import LEARNER_ID
 
 IDLE_WINDOW_S = 60.0
-"""The display averages the learner's share of waiting time over at least this many seconds."""
+"""The displayed share of waiting time is a mean over at least this many seconds."""
 IDLE_WINDOW_STEPS = 10
-"""The display averages the learner's share of waiting time over at least this many steps."""
+"""The displayed share of waiting time is a mean over at least this many steps."""
 MAX_HISTORY = 10_000
-"""Largest number of points of a curve that are kept for the display."""
+"""Largest number of points of a curve kept for the display."""
 
 
 _ADVICE = {
@@ -53,19 +53,23 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""Reason why a group is left out -> remedy. The remedy for equal rewards depends on the rewards, so
-it is not here.
+"""Remedies by the reason why a group is left out.
+
+For equal rewards, the remedy depends on the rewards (`describe_zero_signal`).
 """
 
 
 class RunCurves:
     """The curves of mean reward by step and held-out score by evaluation.
 
-    The curves of a resumed run include the steps before the resume.
+    The curves also cover the steps before a resume.
     """
 
     def __init__(self, earlier: LearningCurve | None, *, step: int) -> None:
-        """Continue the curves `earlier` of a run resumed at `step`; None for a new run."""
+        """Continue the curves `earlier` of a run that is resumed at `step`.
+
+        For a new run, `earlier` is None.
+        """
         self.rewards: deque[float] = deque(maxlen=MAX_HISTORY)
         """Mean reward of each step, oldest first."""
         self.evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
@@ -84,7 +88,7 @@ class RunCurves:
     def evaluated(
         self, step: int, sampled: float, greedy: float, *, is_rate: bool, num_errors: int
     ) -> None:
-        """Add an evaluation to the held-out curves; arguments are as for `Progress.evaluated`."""
+        """Add an evaluation to the held-out curves. For the arguments see `Progress.evaluated`."""
         self.evals_are_rates &= is_rate
         for known in [point for point in self.evals if point[0] == step]:
             self.evals.remove(known)
@@ -97,14 +101,14 @@ class RunCurves:
 
 
 _STEPS_REMEMBERED = 20
-"""Number of steps in the median: enough to ignore a slow step, few enough to follow new workers."""
+"""Number of steps in the median, so that one slow step has no effect."""
 
 
 class RemainingTime:
-    """Estimates the remaining time of a run by the median duration of its recent steps.
+    """Estimates the remaining time of a run from the median duration of its recent steps.
 
-    In the median, a period without workers counts as a single slow step. The first step of the
-    process does not count, because workers joined during it.
+    In the median, a period without workers counts as one slow step. The first step of the process
+    is not counted, because workers joined during it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +116,7 @@ class RemainingTime:
         self._stepped_at: float | None = None
 
     def stepped(self, *, now: float) -> None:
-        """Record that a step was made at the time `now`."""
+        """Record that a step ended at the time `now`."""
         if self._stepped_at is not None:
             self._steps.append(now - self._stepped_at)
         self._stepped_at = now
@@ -187,7 +191,7 @@ class Progress:
         self._all_waits_s = 0.0
 
     def begin(self, activity: str, *, now: float) -> None:
-        """Record that the learner begins `activity`; "" means that it begins to wait for groups."""
+        """Record that the learner begins `activity`; "" means a wait for groups."""
         self.activity = activity
         self.on_turn(activity, now)
         if not activity:
@@ -208,7 +212,7 @@ class Progress:
     def recent_idle_ratio(self, now: float) -> float:
         """Return the share of recent time that the learner spent waiting.
 
-        Recent time is the last IDLE_WINDOW_S. It is the last IDLE_WINDOW_STEPS steps if they took
+        Recent time is the last IDLE_WINDOW_S or the last IDLE_WINDOW_STEPS steps, whichever is
         longer.
         """
         waits = list(self._waits)
@@ -222,7 +226,7 @@ class Progress:
         return min(1.0, waited_s / max(now - since, 1e-9))
 
     def accepted(self, group: Group, *, now: float) -> None:
-        """Count a group that was stored in the ledger; reset the counts of `zero_signal`."""
+        """Count a group that was stored in the ledger, and reset the counts of `zero_signal`."""
         self.num_accepted += 1
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
@@ -232,7 +236,7 @@ class Progress:
         self._count_tokens(group)
 
     def left_out(self, group: Group, reason: str, *, now: float) -> None:
-        """Count a delivered group that is not trained on, with the reason."""
+        """Count a delivered group that is not trained on for `reason`."""
         stats = GroupStats.of([group])
         self._reasons[reason] += 1
         self._zero_signal_reasons[reason] += 1
@@ -242,7 +246,7 @@ class Progress:
         self._count_tokens(group)
 
     def unscored(self, group: Group) -> None:
-        """Count a group that is left out because it has fewer than two rewards."""
+        """Count a group that is not trained on because it has fewer than two rewards."""
         stats = GroupStats(num_groups=1, num_unscored=1)
         self._reasons["no_opinion"] += 1
         self._zero_signal_reasons["no_opinion"] += 1
@@ -258,7 +262,7 @@ class Progress:
             )
 
     def failed(self, reason: str, cause: str) -> None:
-        """Count a group that could not be finished, for example because its reward failed."""
+        """Count a group that could not be finished, for example after a reward error."""
         self._zero_signal_reasons[reason] += 1
         self.useless_reasons[reason] += 1
         self._num_failed += 1
@@ -279,9 +283,11 @@ class Progress:
     ) -> None:
         """Count an optimizer step.
 
-        The learner waited `waited_s` seconds for the step's groups, and trained on them for
-        `trained_s` seconds. `staleness` maps staleness in steps to the number of the step's tokens
-        with this staleness.
+        Args:
+            groups: the groups of the step.
+            waited_s: seconds that the learner waited for the groups.
+            trained_s: seconds of training on the groups.
+            staleness: for each staleness in steps, the number of the step's tokens that have it.
         """
         self.lengths.trained(groups)
         # The statistics of a step also cover the groups that were left out since the step before.
@@ -300,7 +306,7 @@ class Progress:
             self._staleness_tokens[lag] = self._staleness_tokens.get(lag, 0) + num_tokens
 
     def published(self, seconds: float) -> None:
-        """Add the seconds for which making a version stopped the training."""
+        """Add the seconds for which training stopped to make a version."""
         self._published_s += seconds
 
     def evaluated(
@@ -334,11 +340,10 @@ class Progress:
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
-        """Return a step's row: the trainer's metrics with the step's times, rates and staleness.
+        """Return a step's row of metrics: the trainer's metrics, times, rates and staleness.
 
-        Rewards, lengths and shares of groups cover two kinds of groups. These are the groups that
-        the step trained on, and the groups that were left out since the step before. `bytes_sent`
-        is the learner's total so far.
+        Rewards, lengths and shares of groups cover the groups of the step, and the groups left out
+        since the step before. `bytes_sent` is the total that the learner has sent so far.
         """
         metrics = {**metrics, **self._groups.metrics(), **self._dropped}
         self.curves.rewards.append(metrics.get("reward/mean", 0.0))
@@ -385,9 +390,9 @@ class Progress:
         return row
 
     def describe_zero_signal(self, step: int) -> str:
-        """Return a log line for a run that ends because nothing could be learned.
+        """Return a log line for a run that ends at `step` because groups had no training signal.
 
-        The run ends at `step`. The line has the reason and a remedy.
+        The line has the reason and a remedy.
         """
         what = (
             f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
@@ -425,7 +430,7 @@ class Progress:
     def describe_failing(self, step: int) -> str | None:
         """Return a log line for a run that ends at `step` because groups failed.
 
-        The result is None if less than half of the groups without signal failed.
+        The result is None if fewer than half of the groups since the last useful group failed.
         """
         num_groups = self.zero_signal.num_groups
         if 2 * self._num_failed < num_groups:
@@ -438,12 +443,12 @@ class Progress:
 
     @property
     def zero_signal_text(self) -> str:
-        """The number of groups for each reason, since the last useful group."""
+        """The number of groups for each reason, counted since the last useful group."""
         return ", ".join(f"{n} {reason}" for reason, n in self._zero_signal_reasons.most_common())
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the time of all steps that the learner spent waiting for groups."""
+        """Share of all steps' time that the learner spent waiting for groups."""
         total_s = self._waited_s + self._trained_s
         return self._waited_s / total_s if total_s else 0.0
 
@@ -467,16 +472,16 @@ class Progress:
         at: float = 0.0,
         now: float,
     ) -> RunStatus:
-        """Return the status of the run, from which every view of the run is drawn.
+        """Return the status of the run, which every view shows.
 
         Args:
             role: the learner's role.
             run_name: the name of the run.
-            max_steps: number of steps at which the run is finished.
+            max_steps: number of steps after which the run is finished.
             pace: the pace of publishing.
             cost: the costs of the run; None if no machine has a price.
-            waiting_for: what the learner waits for; empty if it does not wait.
-            explanation: why the run stalls; empty if it does not.
+            waiting_for: the cause of the learner's wait; empty if it does not wait.
+            explanation: why the run stalls; empty if it does not stall.
             notices: the newest log lines.
             price_per_h: the price of the learner's machine, $ per hour; None if it is not stated.
             at: the time of day, Unix seconds.
@@ -553,7 +558,7 @@ class Progress:
 
 
 MAX_WORKERS_SHOWN = 64
-"""Largest number of workers in a row of metrics; those with the largest mismatch are shown."""
+"""Largest number of workers in a row of metrics. Workers with the largest mismatch come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,13 +576,13 @@ class WorkerQuality:
     def trained(
         self, groups: Sequence[Group], by_group: Mapping[int, Mismatch], *, step: int
     ) -> list[Sampled]:
-        """Record the groups of a step; return a sample for each with a mismatch.
+        """Record the groups of a step. Return a sample for each group with a mismatch.
 
-        A sample is a worker's id, mean staleness and mean mismatch KL.
+        A sample has the worker's id, the mean staleness and the mean mismatch KL.
 
         Args:
-            groups: the groups that the step trained on.
-            by_group: group id -> mismatch, for the groups whose tokens the trainer scored.
+            groups: the groups of the step.
+            by_group: mismatch by group id, for the groups whose tokens the trainer scored.
             step: number of optimizer steps done before this step.
         """
         samples = []
@@ -594,7 +599,7 @@ class WorkerQuality:
         return samples
 
     def of(self, worker_id: str) -> dict[str, float]:
-        """Return name -> statistic of a worker; empty without a trained group."""
+        """Return a worker's statistics by name; empty without a trained group."""
         made = self._made.get(worker_id)
         if not made:
             return {}
@@ -602,10 +607,10 @@ class WorkerQuality:
         return {**total.metrics(), "reward": fmean(each.reward for each in made)}
 
     def row(self, worker_ids: Iterable[str]) -> dict[str, Mapping[str, float]]:
-        """Return "workers/<statistic>" -> worker -> value, for the given workers.
+        """Return each statistic as a table of workers, named "workers/<statistic>".
 
-        Workers without a trained group are left out. If there are more than MAX_WORKERS_SHOWN, the
-        workers with the largest mismatch are included.
+        Workers without a trained group are left out. At most MAX_WORKERS_SHOWN workers are
+        included, those with the largest mismatch.
         """
         known = {name: found for name in worker_ids if (found := self.of(name))}
         worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_WORKERS_SHOWN]
@@ -636,10 +641,9 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 
 
 NO_PARENT = "-"
-"""What a node without a parent reports in place of its parent."""
+"""The name that a node without a parent reports as its parent."""
 MAX_NAMES_SHOWN = 64
-"""Largest number of names in a row's table of bytes or costs. The names with the largest values are
-shown."""
+"""Largest number of names in a row's table of bytes or costs: those with the largest values."""
 
 
 def largest(values: Mapping[str, float]) -> dict[str, float]:
@@ -653,23 +657,22 @@ def largest(values: Mapping[str, float]) -> dict[str, float]:
 class LinkTraffic:
     """Weight bytes that each node receives from its parent in a step.
 
-    All bytes that a node received in a step count for one parent: the parent at the end of the
-    step, or else the node's last parent.
+    All bytes that a node received in a step count for its parent at the end of the step. If it has
+    no parent then, they count for its last parent.
     """
 
     def __init__(self, *, is_resumed: bool) -> None:
-        """Count from zero.
+        """Count from zero; a resumed learner counts from the nodes' first totals.
 
-        A resumed learner counts from the nodes' first totals instead. Their counters went on while
-        the learner was away.
+        Nodes continue to count while the learner is away.
         """
         self._is_resumed = is_resumed
         self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
 
     def row(self, members: Iterable[Member]) -> dict[str, Mapping[str, float]]:
-        """Return the bytes since the last call and the rates, by "PARENT > NODE".
+        """Return each link's bytes since the last call and measured rate, bytes per second.
 
-        The rates are measured, in bytes per second.
+        A link is named "PARENT > NODE".
         """
         received, goodput = {}, {}
         for member in members:
@@ -695,7 +698,7 @@ class LinkTraffic:
 
 
 EPISODE_COUNTS = ("env/episodes", "env/turns", "env/tool_calls")
-"""Names of counts over the ended episodes of environments."""
+"""Names of counts that cover the finished episodes of environments."""
 
 COUNTED = ("env/calls", "env/errors", "env/retries")
 
@@ -708,7 +711,7 @@ RARE = (
     "engine/installs_failed",
     "engine/version_refused",
 )
-"""Names of counts that a row includes only once they have been above 0."""
+"""Names of counts that a row contains only after they were above 0."""
 
 MILLISECONDS = "env/milliseconds"
 AGENT_COUNTS = (
@@ -718,26 +721,26 @@ AGENT_COUNTS = (
     "agents/num_episodes",
     "agents/num_chains",
 )
-"""Names of counts over the sessions that have ended.
+"""Names of counts that cover finished sessions.
 
 They are all sampled tokens, the tokens delivered for training, the tokens of sessions that were
-given up, the delivered episodes, and their chains.
+given up, the delivered episodes, and the chains of these episodes.
 """
 TRAINED_SHARE = "agents/trained_share"
 ABANDONED_SHARE = "agents/abandoned_share"
 
 
 class TaskMetrics:
-    """Makes counts per step from the running totals that nodes report about the task's code."""
+    """Computes counts per step from the totals that nodes report about the task's code."""
 
     def __init__(self) -> None:
         self._before: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-        """Return the increases since the last call, without rare counts that were always 0.
+        """Return the increases since the last call; counts in RARE that were always 0 are left out.
 
-        `totals` maps each node to its running totals by name.
+        `totals` has each node's running totals by name.
         """
         names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_COUNTS, *EPISODE_COUNTS)
         sums = {

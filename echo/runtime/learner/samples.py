@@ -1,4 +1,4 @@
-"""Samples of a run: some rollouts of steps and evaluations, as text in the log and the trackers."""
+"""Write some rollouts of steps and evaluations as text, for the log and the trackers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from echo.core.units import one_line
 from echo.runtime.learner.follower import Follower
 
 SAMPLE_STEPS = 10
-"""Optimizer steps between two samples of the trained rollouts."""
+"""Every SAMPLE_STEPS-th step is sampled."""
 MAX_CHARACTERS = 2000
-"""Largest number of logged characters of a prompt or completion. If the text is longer, only its
-beginning and its end are logged."""
+"""Largest number of logged characters of a prompt or completion. A longer text loses its middle."""
 
 NEW_CHAIN = "\n[another chain]\n"
-"""Text before a chain of an agent's rollout that branches off an earlier chain."""
+"""Text before a chain that branches off an earlier chain of the rollout."""
 
 Decode = Callable[[list[int]], str]
-"""The type of a function that returns the text of token ids."""
+"""Type of a function that decodes token ids."""
 
 
 class SampleLog:
-    """Chooses rollouts, decodes them, and hands them to the log and the follower."""
+    """Chooses rollouts, decodes them, and passes them to the log and the follower."""
 
     def __init__(
         self, number: int, follower: Follower, *, decode: Decode, log: logging.Logger
@@ -34,7 +33,7 @@ class SampleLog:
         self._number, self._follower, self._decode, self._log = number, follower, decode, log
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """Write rollouts of the groups that a step has trained, from best to worst reward."""
+        """Write rollouts of a step's groups, from best to worst reward, if the step is sampled."""
         if step % SAMPLE_STEPS or not self._number:
             return
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
@@ -54,16 +53,13 @@ class SampleLog:
         )
 
     def _completion(self, group: Group, rollout: Rollout) -> str:
-        """Return a completion's text, with NEW_CHAIN where an agent's chain branches off."""
+        """Return a completion's text, with NEW_CHAIN where an agent begins another chain."""
         tree = Tree.of(rollout, num_prompt=len(group.prompt_ids))
         ids = rollout.token_ids.tolist()
         return NEW_CHAIN.join(self._decode(ids[piece.start : piece.end]) for piece in tree.pieces)
 
     def write(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Write samples of a step to the log and the follower.
-
-        There are at most as many as configured.
-        """
+        """Write samples of a step to the log and the follower, up to the configured number."""
         samples = samples[: self._number]
         for sample in samples:
             self._log.info(
@@ -81,11 +77,11 @@ class SampleLog:
 
 
 FILE_ONLY = "is_file_only"
-"""Attribute of log records that go to the log's file and not to the operator's terminal."""
+"""Attribute of log records that go to the log file but not to the terminal."""
 
 
 def _shortened(text: str) -> str:
-    """Return a text in quotes on one line, with a long text's middle left out."""
+    """Return a text in quotes on one line. The middle of a long text is left out."""
     if len(text) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
         left_out = len(text) - MAX_CHARACTERS

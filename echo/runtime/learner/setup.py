@@ -1,4 +1,4 @@
-"""Sets up a learner, for a new run or to resume one."""
+"""Set up a learner for a new run or a resume."""
 
 from __future__ import annotations
 
@@ -140,20 +140,20 @@ class Data:
     model_dir: Path
     task: Task
     host: TaskHost
-    """Runs the task's code in processes of its own."""
+    """Runs the task's code in separate processes."""
     prompts: PromptSource
     text: tokenization.TextCodec
     digests: dict[str, str]
     lora: Lora | None = None
-    """The adapter that is trained; None if all weights are."""
+    """The adapter that is trained; None to train all weights."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the model's embedding; all token ids are below it."""
+        """Number of rows of the model's embedding. All token ids are below this number."""
         return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
-        """Return name -> contents of the tokenizer's files that workers may inherit.
+        """Return the tokenizer's files that workers may inherit: the contents by name.
 
         Raises:
             DataError: if a file does not fit into a message.
@@ -197,7 +197,7 @@ def load_data(config: Config) -> Data:
 
 
 def learner_lora(config: Config, model_dir: Path) -> Lora | None:
-    """Return the adapter that a learner trains; None if it trains all weights."""
+    """Return the adapter that a learner trains; None if the learner trains all weights."""
     base_dir = base_directory(model_dir, config.learner.init_from)
     return make_lora(config.lora, base_dir, num_versions=config.sync.max_staleness + 1)
 
@@ -205,7 +205,7 @@ def learner_lora(config: Config, model_dir: Path) -> Lora | None:
 def load_prompts(
     config: Config, model_dir: Path, task: Task
 ) -> tuple[PromptSource, tokenization.TextCodec]:
-    """Check a task's prompts; return the prompts and the codec of their tokens.
+    """Check a task's prompts. Return the prompts and the codec of their tokens.
 
     Raises:
         DataError: if there is no tokenizer, if the tokenizer cannot encode a prompt, or if the task
@@ -280,10 +280,10 @@ def _warn_of_template(text: tokenization.TextCodec, model_dir: Path) -> None:
 
 
 def expected_rollouts(config: Config, prompts: PromptSource) -> dict[str, int]:
-    """Return the sizes for which workers plan their memory.
+    """Return the number and size of rollouts for which workers plan their memory.
 
-    "rollouts" is the number that the staleness bound allows at the same time. "prompt_tokens" is
-    the length of the longest prompt seen.
+    "rollouts" is the number of rollouts that the staleness bound allows at the same time.
+    "prompt_tokens" is the length of the longest prompt seen.
     """
     # As many rollouts as the bound on staleness allows at once.
     num_groups = (config.sync.max_staleness + 1) * config.batch.groups_per_step
@@ -312,10 +312,10 @@ def build_trainer(
         config: the run's configuration.
         model_dir: the directory of the model.
         start: the state from which the run begins or continues.
-        lora: the adapter that is trained; None if all weights are.
-        rank_group: the processes of the learner; None if there is only one.
+        lora: the adapter that is trained; None to train all weights.
+        rank_group: the processes of the learner; None for a single process.
         budget: memory budget of a single process; None if it was not computed.
-        prompt_tokens: tokens of the longest prompt; 0 if not known.
+        prompt_tokens: tokens of the longest prompt; 0 if unknown.
 
     Raises:
         RankError: if one of several processes cannot build its trainer.
@@ -341,10 +341,10 @@ def build_trainer(
 
 
 def follow_leader(config: Config, rank_group: RankGroup, log: logging.Logger) -> None:
-    """Run a learner's process other than the first, until the first ends the run.
+    """Run a learner's process with rank above 0 until rank 0 ends the run.
 
     Raises:
-        RankError: if this process fails, or loses its connection to the others.
+        RankError: if this process fails, or loses its connection to the other processes.
     """
 
     def build(checkpoint: Path | None) -> Trainer:
@@ -365,10 +365,10 @@ def make_trainer(
     budget: Budget | None = None,
     prompt_tokens: int = 0,
 ) -> Trainer:
-    """Return this process's trainer, with the state of `checkpoint` if that is given.
+    """Return this process's trainer. If `checkpoint` is given, load its state.
 
-    The other arguments are those of `build_trainer`. With several processes, only the first has
-    read the data. So the others get `prompt_tokens` from the first.
+    The other arguments are those of `build_trainer`. With several processes, all use the largest
+    `prompt_tokens` of any process.
 
     Raises:
         ConfigError: if the processes of the learner were started with different settings.
@@ -455,13 +455,12 @@ def _compute(config: Config) -> Compute:
 
 
 def check_alike(config: Config, ranks: Ranks) -> None:
-    """Raise an error on all ranks if a rank's settings differ.
+    """Raise an error on all ranks if a rank's settings differ from rank 0's.
 
-    They are compared with the first rank's. Ranks with different settings would make different
-    steps.
+    Ranks with different settings would make different steps.
 
     Raises:
-        ConfigError: if settings differ; the message names the rank and the keys.
+        ConfigError: if settings differ. The message names the rank and the keys.
     """
     own = {".".join(path): value for path, value in flatten(resolved(config))}
     first, *others = map(json.loads, ranks.gather(json.dumps(own).encode()))
@@ -478,10 +477,10 @@ def check_alike(config: Config, ranks: Ranks) -> None:
 def with_checkpointing(
     config: Config, budget: Budget | None, rank_group: RankGroup | None = None
 ) -> Config:
-    """Return the configuration with a choice for `gradient_checkpointing = "auto"`.
+    """Replace `gradient_checkpointing = "auto"` in the configuration by a choice.
 
-    Checkpointing is off for a model whose dimensions are not known. With several processes, all use
-    the strongest setting that any of them needs.
+    Checkpointing is off for a model with unknown dimensions. If one of several processes needs a
+    stronger setting, all use the stronger setting.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
@@ -494,7 +493,7 @@ def with_checkpointing(
 
 
 def is_recomputing(config: Config, data: Data, budget: Budget | None) -> bool:
-    """Return whether activations are recomputed although memory would hold them."""
+    """Return whether activations are recomputed although memory could hold them."""
     if budget is None or config.learner.gradient_checkpointing not in (True, "offload"):
         return False
     section = config.learner.model_copy(update={"gradient_checkpointing": False})
@@ -507,11 +506,10 @@ def is_recomputing(config: Config, data: Data, budget: Budget | None) -> bool:
 def budget_here(
     config: Config, model_dir: Path, rank_group: RankGroup | None = None, *, prompt_tokens: int = 0
 ) -> Budget | None:
-    """Return this process's memory budget; None for a model whose dimensions are not known.
+    """Return this process's memory budget; None for a model with unknown dimensions.
 
-    `prompt_tokens` is the length of the longest prompt; 0 if not known. A single process computes
-    the budget before it builds anything. With several processes, the first has already built its
-    evaluation. So the budget then reserves no memory for the evaluation.
+    `prompt_tokens` is the length of the longest prompt; 0 if unknown. With several processes, the
+    budget reserves no memory for evaluation.
     """
     if rank_group is not None:
         off = config.eval.model_copy(update={"interval_steps": 0})
@@ -538,7 +536,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
     Args:
         config: the run's configuration.
         model_dir: directory with the model's config.json.
-        has_weights: whether the directory has the model's weights as well.
+        has_weights: whether the directory also has the model's weights.
 
     Raises:
         EchoError: the error that `make_trainer` would raise.
@@ -556,10 +554,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
-    """Return the source of a run's initial weights.
-
-    It has no tensors for a new adapter.
-    """
+    """Return the source of a run's initial weights. A new adapter has no tensors."""
     given = config.learner.init_from
     adapter = initial_adapter(config.lora, given)
     return ModelSource(
@@ -592,10 +587,10 @@ def build_loss(config: Config) -> Loss:
 
 
 def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
-    """Return the source of the reference policy's weights, or None.
+    """Return the source of the reference policy's weights; None if the loss has no reference KL.
 
-    It is None if the loss has no KL to a reference. The default is the run's initial weights, also
-    after a resume. `reference.name` names another model.
+    `reference.name` names a model. If it is not set, the reference is the run's initial weights,
+    also after a resume.
     """
     section = config.reference
     if not section.kl_coef:
@@ -612,21 +607,21 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The inputs of a learner's start that are not in its configuration."""
+    """The inputs of a learner's start besides its configuration."""
 
     follower: Follower
     log: logging.Logger
     resume: bool = False
     earlier: LearningCurve | None = None
-    """The run's learning curve before the resume, for the display; None for a new run."""
+    """The learning curve before the resume, for the display; None for a new run."""
     threads: Threads | None = None
     rank_group: RankGroup | None = None
-    """All processes of the learner, of which this is the first; None if this is the only one."""
+    """All processes of the learner; None for a single process. This process is rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Makes the parts of a run from its configuration, its data and the memory budget."""
+    """Builds the parts of a run from its configuration, its data and the memory budget."""
 
     config: Config
     data: Data
@@ -635,15 +630,16 @@ class RunParts:
     advertise: str
     """Address at which workers reach the learner; "" if none is known."""
     budget: Budget | None
-    """Memory budget of a single process; None with several processes, or if the model's dimensions
-    are not known. Without a budget, a GPU keeps the last version as long as memory suffices.
+    """Memory budget of a single process; None with several processes or unknown model dimensions.
+
+    Without a budget, the GPU keeps the last version while memory suffices.
     """
 
     def open(self, evaluator: Evaluator | None) -> OpenedRun:
-        """Open the ledger, build trainer and role, and write the new lineage.
+        """Open the ledger, build the trainer and the role, and write the new lineage to the ledger.
 
         Raises:
-            EchoError: if the run cannot begin; then nothing was written.
+            EchoError: if the run cannot begin. Nothing has then been written.
         """
         config, data, options = self.config, self.data, self.options
         now = asyncio.get_running_loop().time()
@@ -770,7 +766,7 @@ class RunParts:
     def _buffer(self, start: StartingPoint, trainer: AnyTrainer) -> StalenessBuffer:
         """Return the buffer with the starting point's groups.
 
-        Groups that the trainer refuses are added to `start.ends` instead, with the reason.
+        Groups that the trainer refuses are added to `start.ends` with the reason.
         """
         buffer = StalenessBuffer(
             max_staleness=self.config.sync.max_staleness,
@@ -834,12 +830,12 @@ def learner_settings(
         data: the task, tokenizer and model.
         identity: the id and the signing key.
         advertise: address at which nodes reach the learner; "" if none is known.
-        run_dir: directory that records which base an adapter is trained on.
-        expected: the number and length of rollouts, for workers to plan memory.
-        is_resumed: whether the base was recorded before.
+        run_dir: directory that records the base model of an adapter.
+        expected: the number and length of rollouts, from which workers plan their memory.
+        is_resumed: whether the base model was recorded before.
 
     Raises:
-        DataError: if an adapter's base is missing or was changed, or a file is too large to send.
+        DataError: if an adapter's base model is missing or changed, or a file is too large to send.
     """
     network, tree, base = config.network, max_tree_tokens(config), {}
     if data.lora is not None:
@@ -897,10 +893,10 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
 
 
 async def build_learner(config: Config, options: Options) -> LearnerNode:
-    """Return a learner that is ready to run and already listens.
+    """Return a listening learner that is ready to run.
 
     Raises:
-        EchoError: if the learner cannot start; the message is for the user.
+        EchoError: if the learner cannot start. The message is for the user.
     """
     data, log = load_data(config), options.log
     keys, secret = load_or_create_keys(config.run_dir) if config.security.curve else (None, b"")
@@ -940,9 +936,9 @@ def invite(
     advertise: str | None,
     log: logging.Logger,
 ) -> str:
-    """Write the join string into `run_dir`; return the address at which nodes reach the learner.
+    """Write the join string into `run_dir`. Return the address at which nodes reach the learner.
 
-    The join string is secret, and others may read the log. So only the path of its file is logged.
+    The join string is secret, so only the path of its file is logged.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -961,7 +957,7 @@ def invite(
 def assemble_learner(
     config: Config, data: Data, transport: Transport, options: Options
 ) -> LearnerNode:
-    """Return a learner on a started transport; raises as `build_learner` does."""
+    """Return a learner on a started transport. Raises the same errors as `build_learner`."""
     log, rank_group = options.log, options.rank_group
     budget = None
     if rank_group is None:  # computed from all free memory, before other parts take memory
@@ -1009,7 +1005,7 @@ def run_sections(config: Config) -> RunSections:
 
 
 def sample_log(config: Config, options: Options, decode: Decode) -> SampleLog | None:
-    """Return the part that writes rollouts as text; None if metrics.samples is 0."""
+    """Return the writer of sample rollouts; None if metrics.samples is 0."""
     number = config.metrics.samples
     if not number:
         return None
@@ -1025,14 +1021,18 @@ def build_evaluator(
     rank_group: RankGroup | None = None,
     engine: Engine | None = None,
 ) -> Evaluator | None:
-    """Return the evaluator of versions on held-out prompts, or None if evaluation is off.
+    """Return the evaluator of versions on held-out prompts; None if evaluation is off.
 
-    `budget` bounds the evaluation's memory beside the trainer. If it is None, the evaluation may
-    take half of the free memory. `engine` samples the answers. If it is None, an engine is made
-    beside the trainer.
+    Args:
+        config: the run's configuration.
+        data: the task, tokenizer and model.
+        budget: bounds the evaluation's memory; None for half of the free memory.
+        log: the log of the node.
+        rank_group: the processes of the learner; None for a single process.
+        engine: samples the answers; None for a new engine that shares the machine with the trainer.
 
     Raises:
-        DataError: if there is no held-out prompt that the model can take.
+        DataError: if no held-out prompt fits into the model's window.
     """
     section = config.eval
     if not section.interval_steps:
@@ -1054,10 +1054,10 @@ def build_evaluator(
 def heldout_prompts(
     config: Config, data: Data, *, log: logging.Logger
 ) -> list[tuple[Example, list[int]]]:
-    """Return the held-out prompts that the model can take: pairs of an example and its token ids.
+    """Return the held-out prompts that fit into the model's window, each with its token ids.
 
     Raises:
-        DataError: if there is none.
+        DataError: if no prompt fits.
     """
     found = data.prompts.heldout(config.eval.num_prompts)
     max_new = config.evaluation_sampling.max_completion_tokens
@@ -1077,10 +1077,10 @@ def heldout_prompts(
 
 
 def spread_settings(config: Config, num_answers: int) -> Config:
-    """Return the settings of an evaluation by workers: a group of one rollout for each answer.
+    """Return the settings of an evaluation by workers, where each answer is a group of one rollout.
 
-    All groups form one batch. No rollout is continued by another worker, since its seed would then
-    be another.
+    All groups form one batch. An interrupted rollout is not continued by another worker, because
+    its seed would change.
     """
     return config.model_copy(
         update={
@@ -1103,17 +1103,17 @@ async def build_evaluation(
     *,
     log: logging.Logger,
 ) -> EvaluationNode:
-    """Return the node of an evaluation by workers, ready to run; it already listens.
+    """Return the listening node of an evaluation by workers, ready to run.
 
     Args:
         config: the settings, with `learner.listen`.
         data: the task, tokenizer and model.
-        weights: function, slow: returns the weights to evaluate, by name.
-        directory: gets the keys and the join string. If it has them, they stay as they are.
+        weights: slow function that returns the weights to evaluate, by name.
+        directory: directory of the keys and the join string. Missing keys are created.
         log: the log of the node.
 
     Raises:
-        EchoError: if the evaluation cannot start; the message is for the user.
+        EchoError: if the evaluation cannot start. The message is for the user.
     """
     listen, advertise = config.learner.listen, config.learner.advertise
     keys, secret = load_or_create_keys(directory) if config.security.curve else (None, b"")
@@ -1139,7 +1139,7 @@ def assemble_evaluation(
     *,
     log: logging.Logger,
 ) -> EvaluationNode:
-    """Return the node of an evaluation on a started transport; raises as `build_evaluation`."""
+    """Return an evaluation's node on a started transport. Raises as `build_evaluation` does."""
     network, num_samples = config.network, config.eval.num_samples
     prompts = heldout_prompts(config, data, log=log)
     groups = HeldoutGroups(data.prompts, heldout_openings(prompts, num_samples))
@@ -1192,14 +1192,14 @@ def evaluation_engine(
 ) -> TransformersEngine:
     """Return the engine that samples held-out prompts.
 
-    A single process holds a second model for evaluation, on the device on which it trains. The
-    model has the published type on a GPU, and the trainer's type on a CPU. Training needs most of
-    the device's memory. So rollouts take only the memory that the budget leaves for evaluation.
+    A single process holds a second model for evaluation, on the device of the trainer. The model
+    has the published type on a GPU, and the trainer's type on a CPU. Rollouts take only the memory
+    that the budget leaves for evaluation.
 
-    With several ranks, an evaluation on the first rank's GPU would make all ranks wait. The model
-    may also be too large for this GPU. So the first rank samples on its CPU, in the published type.
-    The weights of this model are the version's image itself, not a copy (engine/hf). The memory
-    budget (config/memory/) counts all three cases.
+    With several ranks, an evaluation on rank 0's GPU would make all ranks wait, and the model may
+    be too large for this GPU. So rank 0 samples on its CPU, in the published type. This model uses
+    the memory of the version's image, without a copy (engine/hf). The memory budget
+    (config/memory/) includes all three cases.
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0
@@ -1225,7 +1225,7 @@ def evaluation_engine(
 def export_directory(config: Config, data: Data, directory: Path, publication: Publication) -> None:
     """Write a version into a directory that transformers or peft can load.
 
-    Tensors are written without a copy. The exception is stacked experts, which the files hold as
+    Tensors are written without a copy. Stacked experts are copied, because the files hold them as
     separate tensors.
     """
     assets, weights = tokenization.asset_files(data.model_dir), publication.tensors()

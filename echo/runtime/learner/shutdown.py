@@ -1,9 +1,9 @@
-"""Announces the end of a run to every node, also to nodes that are disconnected just then.
+"""Announce the end of a run to every node, including disconnected nodes.
 
 A node that has lost its connection redials after growing pauses. If the learner ended meanwhile,
 the node would end with an error. So the learner stays until each recently connected node has left,
-or has had the time to come back. A learner that resumes a run also gives this time to the nodes of
-the former process.
+or has had the time to come back. A resumed learner also gives this time to the nodes of the former
+process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from echo.runtime.node import LINGER_S
 
 
 class WaitUntil(Protocol):
-    """A function that waits until a condition is true, or until a time limit."""
+    """Type of a function that waits for a condition, with a time limit."""
 
     def __call__(self, is_done: Callable[[], bool], *, within_s: float) -> Awaitable[bool]:
-        """Wait until `is_done` is true, at most `within_s`; return its last value."""
+        """Wait at most `within_s` until `is_done` returns true. Return its last value."""
 
 
 class RunShutdown:
-    """Sends every node the end of the run, and waits until all nodes have left."""
+    """Announces the end of the run to every node, and waits until all nodes have left."""
 
     def __init__(
         self,
@@ -37,7 +37,6 @@ class RunShutdown:
         wait_until: WaitUntil,
         clock: Callable[[], float],
     ) -> None:
-        """Start without waiting for nodes of a former process; see `expect_former_nodes`."""
         self._role, self._transport = role, transport
         self._report, self._wait_until, self._clock = report, wait_until, clock
         self._missing_until = -math.inf
@@ -45,16 +44,16 @@ class RunShutdown:
 
     @property
     def return_s(self) -> float:
-        """Seconds in which a disconnected node dials twice and exchanges a heartbeat each time."""
+        """Seconds in which a disconnected node has time to dial twice and exchange heartbeats."""
         heartbeat_s = self._role.settings.leases.heartbeat_s
         return max(LINGER_S, 2 * (self._transport.options.max_redial_s + heartbeat_s))
 
     def expect_former_nodes(self) -> None:
-        """Give a former process's nodes `return_s` seconds from now to come back."""
+        """Give the nodes of a former process `return_s` seconds from now to come back."""
         self._missing_until = self._clock() + self.return_s
 
     async def announce(self, reason: str) -> None:
-        """Send the end of the run to every node; return when all nodes have left.
+        """Announce the end of the run to every node. Return when all nodes have left.
 
         The message contains `reason`. A disconnected node gets the message when it comes back.
         Workers leave first, then relays.

@@ -1,12 +1,12 @@
-"""The worker's node: carries out the actions of the worker's role in threads.
+"""The worker's node: carry out the actions of the worker's role in threads.
 
 The role (`roles/worker/worker.py`) decides what to sample, stop, score, install and save. The node
-carries out each of these actions by a call in a thread. It reports the outcome to the role as an
+carries out each of these actions by a call in a thread, and reports the outcome to the role as an
 event (`report`). Meanwhile the loop receives weights, forwards them to children and delivers
 results.
 
-A version is installed only when it is complete. If the learner's seal arrived before the
-installation, the image is hashed again in memory before it is loaded. If outside agents produce the
+Only a complete version is installed. If the learner's signed hashes arrived before the
+installation, the image in memory is hashed again before it is loaded. If outside agents produce the
 run's rollouts, the engine samples for these agents (`runtime/agents`). At the end the node gives
 the machine back (`release.py`).
 """
@@ -98,41 +98,40 @@ from echo.wire.messages import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """The parts of a worker that are built from the run's settings."""
+    """The parts of a worker that depend on the run's settings."""
 
     engine: Engine
     host: TaskHost
     """Runs the task's code, which computes the rewards of answers."""
     runner: EpisodeRunner | None
-    """Plays the episodes of an environment; None if an answer is a single turn."""
+    """Plays the episodes of an environment; None if the task has no episodes."""
     decode: Callable[[Sequence[int]], str]
-    """Function: token ids -> text without stop and padding tokens."""
+    """Function that decodes token ids, without stop and padding tokens."""
     sampling: Sampling
     group_size: int
     max_prompt_tokens: int
-    """Tokens of the longest prompt that leaves space for a completion."""
+    """Number of tokens of the longest prompt that leaves space for a completion."""
     prompt_bound: str = "the model's window"
-    """What bounds `max_prompt_tokens`: the model's window, or this worker's memory."""
+    """The limit behind `max_prompt_tokens`: the model's window, or this worker's memory."""
     groups_per_batch: int
     """Number of groups that the engine samples at the same time."""
     num_fit: int = 0
-    """Number of groups that memory would hold at the same time if no setting limited the number; 0
-    if unknown."""
+    """Number of groups that fit into memory at the same time; 0 if unknown."""
     note: str = ""
-    """Notice about the engine for the user; "" if there is none."""
+    """A notice about the engine for the user; "" if there is none."""
     rules: PartialRules
     """The rules for unfinished rollouts."""
     partials_path: Path
     """File for unfinished groups, which the next process of this worker reads."""
     installed_path: Path
-    """File for the hash of each installed version, to compare with the published versions."""
+    """File of installed versions' hashes, to compare them with the published hashes."""
     agents: AgentParts | None
-    """Settings and functions of the endpoint for outside agents; None if the run has no agents."""
+    """The settings and functions for serving outside agents; None if the run has no agents."""
     digests: dict[str, str]
     engine_name: str = ""
-    """Kind and data type of the engine, to compare workers by."""
+    """Kind and data type of the engine, by which workers are compared."""
     read_local_image: Callable[[], tuple[bytearray, bytes] | None]
-    """Function, slow: returns the image of the worker's own model and the image's hash, or None."""
+    """Slow function that returns the image of the worker's own model and its hash, or None."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -156,11 +155,11 @@ class WorkerParts:
     def install(self, transfer: Transfer) -> str | None:
         """Load a version into the engine, and return the hex hash of its image.
 
-        If the version arrived before its seal, the image is not hashed here and the result is None.
+        If the signed hashes have not arrived yet, the image is not hashed and the result is None.
 
         Raises:
-            EngineError: if the image's bytes differ from the bytes that the learner signed, or if
-                the engine refuses the version.
+            EngineError: if the image's hash differs from the signed hash, or if the engine refuses
+                the version.
         """
         manifest, digest = transfer.manifest, None
         if transfer.is_hashed:
@@ -175,19 +174,17 @@ class WorkerParts:
         return digest
 
     def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec], is_loaded: bool) -> None:
-        """Turn an image in memory and the engine's weights into the next version.
-
-        Both are changed in place.
+        """Change an image in memory, and the engine's weights, into the next version in place.
 
         Args:
             work: the patch (the changed words and their places), and the image to change.
             specs: the descriptions of the tensors in the image.
-            is_loaded: whether the engine was last loaded from this image. Otherwise the engine may
-                have loaded the same version from other memory, before the version was fetched
+            is_loaded: whether the engine's weights were loaded from this image. Otherwise the
+                engine may have the same version from other memory, before the version was fetched
                 again.
 
         Raises:
-            EngineError: if the patch cannot be applied; then the image and the engine are
+            EngineError: if the patch cannot be applied. The image and the engine are then
                 unchanged.
         """
         patch, engine = work.patch, self.engine
@@ -208,9 +205,7 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append an installed version's hash to a file.
-
-    It can be compared with the published hash.
+    """Append an installed version's hash to a file, to compare it with the published hash.
 
     Raises:
         OSError: if the file cannot be written.
@@ -221,7 +216,7 @@ def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> Non
 
 
 class NodeWatcher(Watcher):
-    """Stops a call of the engine when the worker's node has ended."""
+    """Stops an engine call when the worker's node has ended."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -231,33 +226,33 @@ class NodeWatcher(Watcher):
 
 
 class EpisodeWatcher(NodeWatcher):
-    """Adds the progress of episodes to the call that plays them."""
+    """Counts the progress of episodes for the call that plays them."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         super().__init__(node)
         self.call = call
 
     def on_tokens(self, number: int) -> None:
-        """Add a number of sampled tokens to the call's progress."""
+        """Add `number` sampled tokens to the call's progress."""
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Add a number of signs of life to the call's progress."""
+        """Add `number` signs of life to the call's progress."""
         self.call.on_progress(number)
 
 
 class CallWatcher(EpisodeWatcher):
-    """Passes a call's completions from the engine's thread to the loop; stops recalled calls."""
+    """Passes completions from the engine's thread to the loop, and stops recalled calls."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
-        """Watch a call; must be created in the node's loop."""
+        """Watch a call. Create the watcher in the node's loop."""
         super().__init__(node, call)
         self.ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         """The call's completions in the order in which they end; None after the last one."""
         self._loop = asyncio.get_running_loop()
 
     def should_stop(self) -> bool:
-        """Return whether to stop: the node has ended, or the role has recalled the call."""
+        """Return whether the node has ended or the role has recalled the call."""
         return self.call.is_recalled or self.node.has_ended
 
     def on_tokens(self, number: int) -> None:
@@ -269,12 +264,10 @@ class CallWatcher(EpisodeWatcher):
 
 
 class WorkerNode(DialingNode):
-    """A worker's node: runs its role's actions on the engine, the rewards and the disk."""
+    """Carries out a worker role's actions with the engine, the rewards and the disk."""
 
     _sample_pool: Pool
-    """Threads for calls of the engine. The engine determines their number, so they are created
-    after it.
-    """
+    """Threads for calls of the engine, created after the engine, which determines their number."""
 
     def __init__(
         self,
@@ -287,14 +280,14 @@ class WorkerNode(DialingNode):
         threads: Threads | None = None,
         log: logging.Logger,
     ) -> None:
-        """Connect role, transport and threads; `run` starts the node.
+        """Connect role, transport and threads. `run` starts the node.
 
         Args:
             role: the worker's role, which decides the node's actions.
             transport: the transport with the node's connections.
-            build: function (inherited settings, inherited files) -> parts; slow, so called in a
-                thread.
-            on_release: shell command that gives the machine back; None if there is no command.
+            build: slow function that builds the parts from the inherited settings and files; called
+                in a thread.
+            on_release: shell command that gives the machine back, or None.
             version_store: the store of received versions; see `DialingNode`.
             threads: the pools of threads; if None, real threads are used.
             log: the log of this node.
@@ -316,7 +309,7 @@ class WorkerNode(DialingNode):
         """Whether the installed version was found to be damaged in memory."""
 
     def view(self) -> WorkerView:
-        """Return the status of this worker for its operator: version, counts and activity."""
+        """Return this worker's status for its operator: version, counts and activity."""
         role = self.role
         version = role.installed_version
         has_learner = role.state not in (NodeState.DIALLING, NodeState.JOINING)
@@ -329,14 +322,14 @@ class WorkerNode(DialingNode):
 
     @property
     def parts(self) -> WorkerParts:
-        """The parts of this worker, which exist once the worker is configured."""
+        """The parts of this worker. They exist once the worker is configured."""
         assert self._parts is not None
         return self._parts
 
     # --- actions ---------------------------------------------------------------------------------
 
     def on_action(self, action: Action) -> None:
-        """Carry out an action of a worker; a slow one runs as a task."""
+        """Carry out an action of a worker. A slow action runs as a task."""
         match action:
             case OfferEpisodes():
                 assert self._agents is not None  # the role offers episodes only to agents
@@ -398,7 +391,7 @@ class WorkerNode(DialingNode):
         self.report(EngineBuilt(parts.facts, parts.digests))
 
     def before_expire(self) -> None:
-        """Add the task's and engine's counts to the role's counters, before a heartbeat."""
+        """Add the counts of the task and the engine to the role's counters for a heartbeat."""
         super().before_expire()
         if self._parts is None:
             return
@@ -497,7 +490,7 @@ class WorkerNode(DialingNode):
         self.report(CallReturned(call, num_tokens))
 
     async def _raised(self, call: EngineCall, error: Exception) -> None:
-        """Report to the role the error that a call of the engine has raised.
+        """Report an error of an engine call to the role.
 
         Raises:
             EchoError: if the engine can no longer sample, so that the node must end.
@@ -545,7 +538,10 @@ class WorkerNode(DialingNode):
                 self.report(GroupScored(group, rewards))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
-        """Return one reward per completion; fewer if the group is no longer wanted; blocks."""
+        """Return one reward per completion; blocks.
+
+        If the node ends or the group is no longer wanted, the result is shorter.
+        """
         parts, rewards = self.parts, []
         texts = [parts.decode(member.token_ids.tolist()) for member in group.members]
         for reward in parts.host.score_all(Example(**group.lease.example), texts):
@@ -612,7 +608,7 @@ class WorkerNode(DialingNode):
     # --- stopping --------------------------------------------------------------------------------
 
     async def run(self) -> str:
-        """Run until the node is stopped; then give its machine back, unless it was interrupted."""
+        """Run until the node is stopped. Give the machine back if no interrupt stopped the node."""
         reason = await super().run()
         # Also wait for a release command that is running already, even after an interrupt.
         if self._num_interrupts == 0 or self._machine.is_releasing:
@@ -623,7 +619,7 @@ class WorkerNode(DialingNode):
         self.report(MachineReleased(await self._machine.give_back(reason)))
 
     async def drain(self) -> None:
-        """Finish the current groups or hand them over to the learner, then send Goodbye."""
+        """Finish the current groups or pass them to the learner, then send Goodbye."""
         self.report(DrainRequested())
         await self._drained.wait()
         await super().drain()

@@ -1,4 +1,4 @@
-"""Release of a rented worker machine: when it happens, and the command that is run.
+"""Release of a rented worker machine by a command of the user.
 
 A worker on standby still costs money. So a worker leaves by itself if it is on standby or without
 the learner for `worker.release_after_s` seconds (`roles/worker/departure.py`). The worker then
@@ -20,16 +20,17 @@ from echo.roles.worker.departure import ReleaseTerms
 from echo.runtime.commands import run_shell
 
 RELEASE_TIMEOUT_S = 60.0
-"""Time limit of the command worker.on_release, seconds: providers answer in seconds, so retries
-fit.
+"""Time limit of the command worker.on_release, seconds.
+
+Providers answer in seconds, so there is time for retries.
 """
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
-    """Return how long a worker stays on standby and without the learner.
+    """Return how long a worker stays on standby, and how long without the learner.
 
-    A worker waits at least `dead_after_s` for a silent learner. It waits at most `reconnect_for_s`,
-    because after that the worker would end with an error and keep the machine.
+    A worker waits for a silent learner at least `dead_after_s`, and at most `reconnect_for_s`.
+    After `reconnect_for_s` the worker would end with an error and keep the machine.
     """
     after_s = section.release_after_s
     if after_s is None:
@@ -39,23 +40,20 @@ def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
 
 
 class RentedMachine:
-    """The machine that a worker runs on; `give_back` runs the release command once."""
+    """The worker's machine. `give_back` runs the release command once."""
 
     def __init__(self, command: str | None, *, log: logging.Logger) -> None:
-        """Use this shell command to give the machine back; None if there is no command."""
+        """Use this shell command to give the machine back. None if there is no command."""
         self._command, self._log = command, log
         self._releasing: asyncio.Task[bool] | None = None
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the release command has started.
-
-        The command goes on after the worker's node has ended.
-        """
+        """Whether the release command has started. It may outlast the worker's node."""
         return self._releasing is not None
 
     async def give_back(self, reason: str) -> bool:
-        """Run the release command at the first call only; return whether it succeeded."""
+        """Run the release command, at the first call only. Return whether it succeeded."""
         if self._command is None:
             return False
         if self._releasing is None:
@@ -67,12 +65,10 @@ class RentedMachine:
 async def release(
     command: str, *, reason: str, log: logging.Logger, timeout_s: float = RELEASE_TIMEOUT_S
 ) -> bool:
-    """Run a shell command with a time limit; return whether it succeeded.
-
-    Its output is logged.
+    """Run a shell command with a time limit, and log its output. Return whether it succeeded.
 
     Args:
-        command: shell command; reads the reason in ECHO_RELEASE_REASON.
+        command: the shell command, which gets the reason in ECHO_RELEASE_REASON.
         reason: the reason for giving the machine back.
         log: receives the command's output.
         timeout_s: seconds after which the command and its child processes are killed.

@@ -1,4 +1,4 @@
-"""Sets up a worker from its own configuration and the learner's settings."""
+"""Set up a worker from its own configuration and the learner's settings."""
 
 from __future__ import annotations
 
@@ -61,15 +61,13 @@ class WorkerTask:
 
     host: TaskHost
     turns: int | None
-    """Largest number of turns in an episode; None if an answer is a single turn."""
+    """Largest number of turns in an episode; None if the task has no episodes."""
     digests: dict[str, str]
-    """Name -> hash of the task's code and data, as far as this node has them."""
+    """Hashes of the task's code and data on this node, by name."""
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return a worker's task: its host, its number of turns, its hashes.
-
-    The host runs the task's code.
+    """Return a worker's task: the host of its code, its number of turns, its hashes.
 
     Raises:
         ConfigError: if the task cannot be loaded.
@@ -82,25 +80,22 @@ def make_worker_task(config: Config) -> WorkerTask:
 
 
 DEFAULT_MAX_CONCURRENT_ROLLOUTS = 256
-"""Largest number of rollouts that are sampled at the same time, even if memory would hold more.
+"""Default for the largest number of rollouts that are sampled at the same time.
 
-More rollouts would hardly increase the speed.
+More rollouts would hardly increase the speed, even if they fit into memory.
 """
 
 
 def join_source(config: Config) -> JoinSource:
-    """Return where a worker finds the learner's addresses and keys."""
+    """Return the source of the learner's addresses and keys for a worker."""
     return JoinSource("worker", config.worker.connect, config.security, config.run_dir)
 
 
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return the node of a worker that is ready to run.
-
-    It listens if worker.listen is set.
+    """Return a worker that is ready to run. It listens if worker.listen is set.
 
     Raises:
-        EchoError: if the configuration or this machine does not permit it; the message is for the
-            user.
+        EchoError: if the worker cannot start. The message is for the user.
     """
     join = join_source(config)
     keys = join.keys()
@@ -127,7 +122,7 @@ def assemble_worker(
     threads: Threads | None = None,
     log: logging.Logger,
 ) -> WorkerNode:
-    """Return the node of a worker on a started transport; does not open the port."""
+    """Return a worker on a started transport. The port is not opened."""
     network = config.network
     if config.model.name is not None and not has_own_model(config):
         log.info(
@@ -172,7 +167,7 @@ def build_parts(
 ) -> WorkerParts:
     """Build a worker's parts from its configuration and the inherited settings.
 
-    `node_dir` gets the inherited files `assets`.
+    The inherited files `assets` are written into `node_dir`.
 
     Raises:
         ConfigError: if the worker's own settings contradict the learner's.
@@ -232,10 +227,10 @@ def own_model(config: Config) -> Path | None:
 
 
 def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
-    """Return the shape and the base model of a worker's adapter, or None.
+    """Return the shape and the base model of a worker's adapter; None without an adapter.
 
     Raises:
-        ConfigError: if no base model with the learner's hash is found on this machine.
+        ConfigError: if no base model on this machine has the learner's hash.
     """
     if not config.lora.rank:
         return None
@@ -244,12 +239,12 @@ def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
 
 
 def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
-    """Return the number and length of the rollouts that a worker's memory must hold.
+    """Return the number and length of rollouts that a worker's memory must hold.
 
     Args:
         config: the worker's configuration, with the inherited settings.
-        expected: the learner's settings under `EXPECTED`: "prompt_tokens", the length of the
-            longest prompt, and "rollouts", their number.
+        expected: the learner's settings under `EXPECTED`: "prompt_tokens" is the length of the
+            longest prompt, and "rollouts" is the number of rollouts.
     """
     # Twice the longest prompt that the learner has tokenized so far: later prompts may be longer.
     prompt_tokens = 2 * expected["prompt_tokens"] if expected else 1024
@@ -266,17 +261,17 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How long a worker's prompts may be, and how many groups it samples at a time."""
+    """Longest prompt of a worker, and number of groups that it samples at a time."""
 
     max_prompt_tokens: int
     prompt_bound: str
     groups_per_batch: int
     num_fit: int
-    """Number of groups in memory if no setting limited it."""
+    """Number of groups that fit into memory at the same time."""
 
 
 def make_capacity(config: Config, engine: Engine, demand: Demand, *, window: int) -> Capacity:
-    """Return the capacity of a worker's engine; `window` is the model's, in tokens."""
+    """Return the capacity of a worker's engine. `window` is the model's window, tokens."""
     max_new, group_size = config.sampling.max_completion_tokens, config.batch.group_size
     in_window = max(1, window - max_new)
     in_memory = longest_prompt(engine, in_window, max_new)
@@ -294,7 +289,7 @@ def make_capacity(config: Config, engine: Engine, demand: Demand, *, window: int
 
 
 def longest_prompt(engine: Engine, most: int, max_completion_tokens: int) -> int:
-    """Return the longest prompt, up to `most`, with which a rollout fits into memory."""
+    """Return the length of the longest prompt, at most `most`, whose rollout fits into memory."""
 
     def is_too_long(num_tokens: int) -> bool:
         try:
@@ -331,7 +326,7 @@ def _agent_parts(
     sampling: Sampling,
     window: int,
 ) -> AgentParts | None:
-    """Return what the endpoint for outside agents needs; None if the run has no agents."""
+    """Return the parts for serving outside agents; None if the run has no agents."""
     listen = config.agent.listen
     if listen is None:
         return None
@@ -366,8 +361,8 @@ def make_rules(config: Config) -> PartialRules:
 def import_engine(config: Config, *, log: logging.Logger) -> None:
     """Import the code of the engine and of the worker's own model.
 
-    Importing vLLM is slow. The architecture of an inherited model is not known yet, so its code is
-    imported later.
+    Importing vLLM is slow. The code of an inherited model is imported later, when the model is
+    known.
     """
     model_dir = own_model(config)
     if model_dir is not None:
@@ -398,13 +393,12 @@ def engine_dtype(config: Config) -> str:
 def check_own_model(config: Config, model_dir: Path) -> None:
     """Check that a worker can use its own copy of the model.
 
-    This reads the copy's config.json, its tokenizer and the headers of its weight files, but not
-    the weights. It also imports the model's code. A directory without weight files is valid,
-    because the learner sends the weights.
+    The check imports the model's code, and reads the copy's config.json, tokenizer, and headers of
+    weight files. A directory without weight files is valid, because the learner sends the weights.
 
     Raises:
-        EchoError: if the worker cannot use the copy. Without this check, the same error would be
-            raised only after joining.
+        EchoError: if the worker cannot use the copy. Otherwise the error would appear only after
+            joining.
     """
     is_vllm = isinstance(config.engine, VllmSection)
     model = build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)
@@ -421,9 +415,9 @@ def has_weight_files(model_dir: Path) -> bool:
 def make_engine(
     config: Config, model_dir: Path, lora: Lora | None = None, demand: Demand | None = None
 ) -> Engine:
-    """Return a worker's engine; it loads adapters if `lora` is given, else all weights.
+    """Return a worker's engine. The engine loads adapters if `lora` is given, else all weights.
 
-    `demand` is the number and length of the rollouts for which its memory is planned.
+    `demand` is the number and length of rollouts for which the engine plans its memory.
     """
     section, how = config.worker, config.engine
     device = pick_device(section.device)
@@ -459,8 +453,8 @@ def make_engine(
 def read_local_image(config: Config) -> tuple[bytearray, bytes] | None:
     """Return the worker's own model as a version's image, and the hash of the image.
 
-    If the first announced version has the same hash, the worker need not fetch it. The result is
-    None if the worker has no weights of its own, or if the learner publishes an adapter.
+    If the first announced version has this hash, the worker need not fetch the version. The result
+    is None if the worker has no weights, or if the learner publishes an adapter.
     """
     model_dir = None if config.lora.rank else own_model(config)
     if model_dir is None:

@@ -1,4 +1,4 @@
-"""The staleness bound of new leases: it follows training signals, within the hard bound."""
+"""Adapt the staleness bound of new leases to training signals, within the hard bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echo.weights.schedule import PublishPace
 
 
 class AdaptiveBound:
-    """Moves the staleness bound of new leases with the signals of each step."""
+    """Adapts the staleness bound of new leases to the signals of each step."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class AdaptiveBound:
     ) -> None:
         """Start with the hard bound, sync.max_staleness.
 
-        The bound never moves if `sync` is not adaptive, or if its least and largest staleness are
+        The bound is fixed if `sync` is not adaptive, or if its least and largest staleness are
         equal.
         """
         self._most = sync.max_staleness
@@ -40,15 +40,16 @@ class AdaptiveBound:
         self._log = log
 
     def adapt(self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> bool:
-        """Move the bound as the controller decides; return whether the bound became lower.
+        """Let the controller move the bound. Return whether the bound became lower.
 
-        A lower bound applies to new leases only. It also shortens the publish period, so the caller
-        must publish a version at once. Buffered and running groups stay valid up to the hard bound.
+        A lower bound applies to new leases only. Buffered and running groups stay valid up to the
+        hard bound. A lower bound also shortens the publish period, so the caller must publish at
+        once.
 
         Args:
             step: number of optimizer steps done.
             metrics: the trainer's metrics of the last step.
-            staleness: staleness in steps -> number of the step's tokens with this staleness.
+            staleness: for each staleness in steps, the number of the step's tokens that have it.
         """
         if self._controller is None:
             return False
@@ -72,7 +73,7 @@ class AdaptiveBound:
     def set(self, step: int, bound: int, *, cause: str) -> None:
         """Set the bound for new leases to `bound`.
 
-        An adaptive bound continues to move from this value, at most to the hard bound.
+        An adaptive bound continues from this value.
 
         Raises:
             ConfigError: if the bound is not between 0 and the hard bound.

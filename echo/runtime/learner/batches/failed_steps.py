@@ -1,4 +1,4 @@
-"""Failed steps: end the groups at fault; after too many failures in a row, end the run."""
+"""Failed steps: end the groups at fault. After too many failures in a row, end the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MAX_FAILED_STEPS = 5
-"""Number of failed steps in a row after which the run ends with the cause of the failure."""
+"""The run ends after this many failed steps in a row."""
 
 
 class FailedSteps:
@@ -38,7 +38,6 @@ class FailedSteps:
         trainer_pool: Pool,
         log: logging.Logger,
     ) -> None:
-        """Start with no failed step counted."""
         self._role, self._trainer = role, trainer
         self._buffer, self._ledger = buffer, ledger
         self._versions, self._check = versions, check
@@ -53,12 +52,11 @@ class FailedSteps:
     async def end_faulty(self, groups: list[Group], error: StepError) -> None:
         """End the groups that made a step fail.
 
-        The batch's other groups return to the buffer. If no group fails alone, all groups of the
-        batch are ended.
+        The batch's other groups return to the buffer. If no single group makes the step fail, all
+        groups of the batch are ended.
 
         Raises:
-            StepError: if MAX_FAILED_STEPS steps in a row failed, because then the groups are
-                probably not the cause.
+            StepError: if MAX_FAILED_STEPS steps in a row failed.
         """
         step, counters = self._role.step, self._role.counters
         self._num_in_a_row += 1
@@ -80,7 +78,7 @@ class FailedSteps:
         self._buffer.put_back(rest, num_taken=len(groups))
 
     async def _last_error(self, error: StepError) -> StepError:
-        """Return the error that ends the run; it names weights that hold NaN."""
+        """Return the error that ends the run. If weights are NaN, the error names them."""
         if error.reason == "nonfinite_gradient":
             found = await self._check.find(await self._versions.make_unpublished())
             if found:

@@ -1,8 +1,8 @@
-"""Delivered groups: how the learner scores, writes and acknowledges them.
+"""Score, write and acknowledge the groups that workers deliver.
 
-If the trainer could learn nothing from a group, the group is ended at once with a reason. It is
-acknowledged, and another group is granted in its place. All other groups are written to the ledger.
-Once they are on the disk, they are acknowledged and put into the buffer.
+A group without a training signal is ended at once with a reason and acknowledged, and another group
+is granted in its place. All other groups are written to the ledger. Once they are on the disk, they
+are acknowledged and put into the buffer.
 
 If a worker delivers no useful groups while other workers do, the role sets this worker aside.
 """
@@ -30,7 +30,7 @@ from echo.wire.codec import encode_group
 
 
 class DeliveredGroups:
-    """Stores delivered groups and acknowledges them; ends those that cannot be trained."""
+    """Stores delivered groups and acknowledges them. Ends groups that cannot be trained on."""
 
     def __init__(
         self,
@@ -52,19 +52,18 @@ class DeliveredGroups:
         """Start without groups, and accept delivered groups until `close`.
 
         Args:
-            role: admits the groups, and gets the events about them.
-            ledger: stores the groups that are accepted and not yet trained on.
-            buffer: holds the groups of the ledger that are on the disk.
+            role: receives the events about the groups.
+            ledger: stores the accepted groups until they are trained on.
+            buffer: gets the groups that the ledger has on the disk.
             progress: counts the groups by their outcomes.
-            refusal: returns the reason why the trainer can learn nothing from a group; None if it
-                can learn something.
+            refusal: returns the reason why a group cannot be trained on; None if it can be.
             rewards: scores groups if reward.where is "learner"; None if workers score them.
             disk: the thread that writes the ledger.
             scoring: the threads that run `rewards`.
             perform: carries out actions of the node.
             report: passes an event to the role, and carries out the actions that the role returns.
             spawn: starts a coroutine as a task of the node.
-            wake: makes the training loop check again whether it has a full batch.
+            wake: makes the training loop check again whether a batch is full.
             clock: returns the loop's time, seconds.
         """
         self.is_open = True
@@ -84,9 +83,9 @@ class DeliveredGroups:
 
     @property
     def is_zero_signal(self) -> bool:
-        """Whether none of the last `max_zero_signal_groups` groups had anything to learn from.
+        """Whether the last `max_zero_signal_groups` groups all had no training signal.
 
-        A group does not count if its worker is set aside.
+        Groups of workers that were set aside are not counted.
         """
         num_groups = self._progress.zero_signal.num_groups - self._role.review.num_discounted
         return num_groups >= self._role.settings.leases.max_zero_signal_groups
@@ -94,7 +93,7 @@ class DeliveredGroups:
     # --- a delivered group -----------------------------------------------------------------------
 
     def accept(self, action: StoreGroup) -> None:
-        """Write or end a delivered group; score it first if its worker did not."""
+        """Write or end a delivered group. If its worker did not score the group, score it first."""
         if self._rewards is None:
             self._store(action)
         else:
@@ -119,7 +118,7 @@ class DeliveredGroups:
         self._store(StoreGroup(group, *encode_group(group)))
 
     def _store(self, action: StoreGroup) -> None:
-        """Write a group, or end it if the trainer can learn nothing from it."""
+        """Write a group, or end it if it cannot be trained on."""
         if not self.is_open:
             return
         group = scored_part(action.group)
@@ -144,7 +143,7 @@ class DeliveredGroups:
             self._end(group, reason)
 
     async def run(self) -> None:
-        """Until `close`, sync written groups to the disk in batches, and acknowledge them."""
+        """Sync written groups to the disk in batches and acknowledge them, until `close`."""
         try:
             while self.is_open or self._unsynced:
                 await self._store_wanted.wait()
@@ -165,10 +164,7 @@ class DeliveredGroups:
         self._wake()
 
     async def close(self) -> None:
-        """Accept no more groups; return when all written groups are in the buffer.
-
-        Then they are also on the disk.
-        """
+        """Stop accepting groups. Return when all written groups are in the buffer."""
         self.is_open = False
         self._store_wanted.set()
         await self._has_stored_all.wait()
@@ -176,7 +172,10 @@ class DeliveredGroups:
     # --- groups that end without training --------------------------------------------------------
 
     def note(self, action: AppendRecord) -> None:
-        """Count the group of a record if its worker failed or sent a wrong result."""
+        """Count a group as failed if its record says that the worker failed.
+
+        A wrong result counts as a failure, too.
+        """
         record = action.record
         if isinstance(record, Discarded) and action.worker_id:
             cause = f"group {record.group} on {action.worker_id}: {action.cause}"
@@ -186,7 +185,7 @@ class DeliveredGroups:
             self._count_failed(record.reason, cause)
 
     def evict(self) -> bool:
-        """End buffered groups that are too old; return whether there were any."""
+        """End buffered groups that are too old. Return whether there were any."""
         step, num_before = self._role.step, self._buffer.num_too_old_tokens
         evicted = self._buffer.evict(step=step)
         num_too_old = self._buffer.num_too_old_tokens - num_before
@@ -198,7 +197,7 @@ class DeliveredGroups:
         return bool(evicted)
 
     def end_buffered(self, reason: str) -> None:
-        """End all buffered groups, and write `reason` for each into the ledger."""
+        """End all buffered groups. Write `reason` into the ledger for each group."""
         for group in self._buffer.clear():
             end = Discarded(group=group.group_id, reason=reason, step=self._role.step)
             self._ledger.append(end)

@@ -1,14 +1,11 @@
-"""Prompts of a run: the prompt and lease of each group id, a pure function of the run's seed.
+"""Prompts of a run: each group id has one prompt, determined by the run's seed.
 
-So the last group id in the ledger determines how far the run is in the dataset. A group that is
-granted again has the same prompt as before, also after a resume.
+So the last group id in the ledger is also the position in the dataset. A group that is granted
+again has the same prompt as before, also after a resume. If a chat template writes the date, it
+uses the time at which the run began (`prompt_time`). So the prompt is the same after midnight.
 
-A chat template may write the date. It then reads the time at which the run began (`prompt_time`).
-So a prompt stays the same after midnight and after a resume.
-
-The code of the task makes prompts and may be slow. So a thread makes prompts before they are
-needed, one after the other (`PromptsAhead`). The time for each is bounded: a call that takes longer
-is abandoned.
+The task's code makes prompts and may be slow. So a thread makes prompts one by one before they are
+needed (`PromptsAhead`). A call that exceeds its time limit is abandoned.
 """
 
 from __future__ import annotations
@@ -43,16 +40,13 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
-"""Smallest number of prompts that are kept in memory. A kept prompt need not be made again to check
-the group's result.
-"""
+"""Smallest number of prompts kept in memory. Checking a result needs the group's prompt."""
 NUM_AHEAD = 64
 """Number of prompts made ahead of the last requested prompt."""
 CHECKED_PROMPTS = 32
-"""Number of prompts checked before a run begins; a mixture of tasks has prompts of several kinds.
-"""
+"""Number of prompts checked before a run begins, enough to cover a mixture of tasks."""
 MADE_TWICE = 4
-"""Number of checked prompts that are made twice, to see that a task makes the same prompt again."""
+"""Number of checked prompts that are made twice to verify that both are the same."""
 MESSAGE_TOKENS = 64
 """Largest number of tokens that a chat template is assumed to write around one message."""
 
@@ -61,16 +55,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A group's example, and the lease that takes its prompt to a worker."""
+    """A group's example, and the lease that brings its prompt to a worker."""
 
     example: Example
     """The example, with its answer."""
     lease: Lease
-    """The lease of the group's first attempt; other attempts differ in their seed."""
+    """The lease of the group's first attempt. Later attempts have other seeds."""
 
 
 MAX_SHOWN = 1500
-"""Largest number of characters of a prompt that a preview shows."""
+"""Largest number of characters of a prompt in a preview."""
 
 
 class PromptSource:
@@ -85,11 +79,14 @@ class PromptSource:
         hides_answers: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
-        """Use the task's examples, each once per epoch.
+        """Use each of the task's examples once per epoch.
 
-        Each epoch has a new order. `seed`, the run's seed, determines the orders and the seeds of
-        the leases. With `hides_answers` a lease contains the prompt's token ids, but neither the
-        example's text nor its answer. The task may take `timeout_s` seconds for one example.
+        Args:
+            task: the task.
+            text: converts prompts to token ids.
+            seed: the run's seed, which determines each epoch's order and the seeds of the leases.
+            hides_answers: whether leases contain token ids but no text and no answer of an example.
+            timeout_s: longest time in which the task must make an example, seconds.
         """
         self._task = task
         self._text = text
@@ -107,7 +104,7 @@ class PromptSource:
     def lease(self, group_id: int, attempt: int) -> Lease:
         """Return the lease of an attempt at a group.
 
-        All attempts have the same prompt, but different seeds. The method makes the prompt, so it
+        All attempts have the same prompt, but different seeds. The method calls `make`, so it
         blocks and raises as `make` does.
         """
         return self.lease_of(self.make(group_id), attempt)
@@ -122,9 +119,10 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Make the first CHECKED_PROMPTS prompts; raises as `make` does.
+        """Make the first CHECKED_PROMPTS prompts, and log unusual properties of them.
 
-        One line is logged for each unusual property of these prompts that is not a fault.
+        Raises:
+            DataError: if `make` raises it.
         """
         number = min(CHECKED_PROMPTS, self._num_examples or CHECKED_PROMPTS)
         made = [self.make(group_id) for group_id in range(number)]
@@ -142,11 +140,11 @@ class PromptSource:
         """Check every row of the dataset; a prompt may have at most `max_prompt_tokens`.
 
         The task decides whether a faulty row is refused or left out. The message about a row that
-        is too long ends with `remedy`. A row is not tokenized if its size in bytes shows that it
-        fits. The largest of these rows is tokenized all the same.
+        is too long ends with `remedy`. To save time, rows that are certainly short enough by their
+        size in bytes are not tokenized, except the largest of them.
 
         Raises:
-            DataError: if a row is refused; the message names it.
+            DataError: if a row is refused. The message names the row.
         """
         largest: tuple[int, Example | None] = (0, None)
 
@@ -175,14 +173,14 @@ class PromptSource:
         self._num_examples = self._count("train")
 
     def sizes(self) -> dict[str, int | None]:
-        """Return split -> number of its examples; None for a split without end."""
+        """Return the number of examples of each split; None for an endless split."""
         return {split: self._count(split) for split in SPLITS}
 
     def preview(self, num_groups: int) -> list[str]:
         """Return lines for a terminal that show a run's data and its first prompt.
 
-        The lines have the sizes of the splits and the number of passes over the data. They have the
-        first prompt as the model gets it, and the task's rewards of two answers to it.
+        The lines show the sizes of the splits, the number of passes over the data, the first prompt
+        as the model gets it, and rewards of two sample answers.
 
         Raises:
             DataError: if `make` raises it for the first prompt.
@@ -208,7 +206,7 @@ class PromptSource:
         return [*lines, *self._reward_lines(first.example)]
 
     def _reward_lines(self, example: Example) -> Iterator[str]:
-        """Yield lines with the rewards of sample answers; none for an environment."""
+        """Yield lines with the rewards of sample answers. An environment has none."""
         if isinstance(self._task, Environment):
             return
         call = ExampleCall.of(self._host, example, self._task.right_completion(example))
@@ -217,7 +215,7 @@ class PromptSource:
             yield f"notice: {call.fault}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
-        """Yield a line for each unusual property of the prompts, with one example."""
+        """Yield a line for each kind of unusual property, with one example."""
         for prompt in made[:MADE_TWICE]:
             again = self.make(prompt.lease.group_id)
             if (
@@ -260,7 +258,7 @@ class PromptSource:
         yield from self._text.oddities(example.prompt, tools)
 
     def _most_tokens(self, example: Example) -> int:
-        """Return an upper bound on the number of a prompt's tokens, from its bytes."""
+        """Return an upper bound on the number of tokens of a prompt, computed from its bytes."""
         num_bytes = len(msgspec.json.encode([example.prompt, self._task.tools(example)]))
         num_messages = 1 if isinstance(example.prompt, str) else len(example.prompt)
         return num_bytes + MESSAGE_TOKENS * num_messages + self._template_bytes
@@ -334,10 +332,10 @@ class PromptSource:
     def prompt_of(
         self, example: Example, prompt_ids: Sequence[int], group_id: int, *, seed: int
     ) -> Prompt:
-        """Return an example's prompt, whose lease has this group id and seed.
+        """Return an example's prompt, with a lease of this group id and seed.
 
         Raises:
-            DataError: if the example cannot be sent to a worker; the message names the example.
+            DataError: if the example cannot be sent to a worker. The message names the example.
         """
         whole = example
         if self._hides_answers:
@@ -387,9 +385,12 @@ class PromptsAhead:
     ) -> None:
         """Make the prompts of the groups in `again`, and then from group `first` on.
 
-        `again` has the ids of groups that were granted before a resume. At least MIN_KEPT and twice
-        `num_out` prompts are kept. `num_out` is the largest number of groups that are leased at the
-        same time.
+        Args:
+            source: makes each prompt.
+            num_out: largest number of groups that are leased at the same time. Twice this number of
+                prompts is kept, at least MIN_KEPT.
+            first: id of the first new group.
+            again: ids of groups that were granted before a resume.
         """
         self._source = source
         self._num_kept = max(MIN_KEPT, 2 * num_out)
@@ -404,7 +405,7 @@ class PromptsAhead:
 
         Raises:
             DataError: if `PromptSource.make` raised it for this group.
-            PromptPendingError: if the prompt is not made yet; `make` makes it next.
+            PromptPendingError: if the prompt is not made yet. `make` then makes this prompt soon.
         """
         self._end = max(self._end, group_id + NUM_AHEAD)
         self._has_work.set()
@@ -419,7 +420,8 @@ class PromptsAhead:
     def example(self, group_id: int) -> Example:
         """Return the example of a granted group, with its answer; thread-safe.
 
-        If the group's prompt is no longer kept, it is made again, which blocks.
+        If the group's prompt is no longer kept, the call blocks while the task makes the prompt
+        again.
         """
         made = self._made.get(group_id)
         if not isinstance(made, Prompt):
@@ -427,7 +429,7 @@ class PromptsAhead:
         return made.example
 
     async def make(self, pool: Pool) -> bool:
-        """Make the next prompt; return whether the role waited for it.
+        """Make the next prompt. Return whether `lease` was called for it before it was made.
 
         If enough prompts are made, wait first.
         """
@@ -454,9 +456,9 @@ _ORIGIN = "prompts.json"
 
 
 def prompt_time(run_dir: Path) -> datetime.datetime:
-    """Return the time that chat templates read: when the run began.
+    """Return the time that chat templates use: the time at which the run began.
 
-    For a new run it is the present time.
+    For a new run, this is the present time.
     """
     noted = _read_origin(run_dir).get("began_at")
     return datetime.datetime.fromisoformat(noted) if noted else datetime.datetime.now().astimezone()
@@ -470,14 +472,14 @@ def note_origin(
     code: str,
     log: logging.Logger,
 ) -> None:
-    """Write the origin of a run's prompts and rewards, and log what has changed.
+    """Record what made a run's prompts and rewards, and warn of changes since the last start.
 
     Args:
-        run_dir: directory of the run, which gets the file.
-        began_at: the time that chat templates read, from `prompt_time`.
+        run_dir: directory of the run, where the record is written.
+        began_at: the time that chat templates use, from `prompt_time`.
         chat_template: hash of the chat template and its arguments.
         code: hash of the task's code, with the files that it imports.
-        log: gets a warning for each hash that has changed.
+        log: receives a warning for each hash that has changed.
 
     Raises:
         StorageError: if the file cannot be read or written.
@@ -515,10 +517,7 @@ def _read_origin(run_dir: Path) -> dict[str, str]:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turn any exception in a `with` block into a DataError that names `what`.
-
-    The block runs a task's code or a chat template.
-    """
+    """Turn an exception of a task's code or a chat template into a DataError that names `what`."""
     try:
         yield
     except EchoError:

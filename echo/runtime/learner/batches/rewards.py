@@ -1,8 +1,8 @@
-"""Rewards that the learner computes, for workers that do not get the answers.
+"""Compute rewards on the learner, so that workers do not need the answers.
 
 If reward.where is "learner", a worker delivers its rollouts with rewards of 0. The learner decodes
-and scores each completion in a thread, with the example that it has kept. Only then is the group
-written to the ledger. If scoring fails, the group ends with that reason, as it does at a worker.
+and scores each completion in a thread, with the example that the learner has kept. Then it writes
+the group to the ledger. If scoring fails, the group ends with the same reason as on a worker.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ class LearnerRewards:
     """Scores delivered groups before they are written to the ledger."""
 
     def __init__(self, host: TaskHost, prompts: PromptsAhead, text: TextCodec) -> None:
-        """Score in the processes of `host`, with examples of `prompts`; decode with `text`."""
+        """Score answers in the processes of `host`, with the examples of `prompts`.
+
+        `text` decodes the answers.
+        """
         self._host = host
         self._prompts = prompts
         self._text = text
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> dict[str, int]:
-        """Return name -> count since the start, for all counts of the host."""
+        """Return all counts of the host by name, summed since the start."""
         self._counts.update(self._host.take_counts())
         return dict(self._counts)
 
     def score(self, group: Group) -> list[float]:
-        """Return one reward per rollout of the group, in their order; blocks.
+        """Return one reward per rollout of the group, in the same order; blocks.
 
         Raises:
             RewardError: if the task's code fails.

@@ -1,18 +1,19 @@
-"""Stalls: notices when the learner waits unusually long or workers are idle, and explains why.
+"""Stalls: detect and explain long waits of the learner and idle workers.
 
 The learner observes its fleet when its own activity changes, and otherwise at most once in LOOK_S.
-The times between observations are added up for each step (`echo/fleet/explain.py`). They are
+The times between observations are added up for each step (`echo/fleet/explain.py`). These times are
 explained:
 
-    during a wait    once it lasts longer than `limit_s`
-    after a step     if it waited that long, or if the last NUM_STEPS steps waited for a large share
-                     of their time; or if the learner hardly waits and workers have no groups
+    during a wait    once the wait is longer than usual
+    after a step     if the step's wait was longer than usual; if the last NUM_STEPS steps waited
+                     for a large share of their time; or if the learner hardly waits and workers
+                     have no groups
 
-A wait is longer than usual if it exceeds three limits. These are USUAL_FACTOR times the median of
-the last waits, LONG_SHARE of a usual step's duration, and MIN_WAIT_S. The explanation is logged
-when its cause changes, but at most once in LOG_S. A step's row of metrics has the explanation, and
-the waited seconds by stage. During a wait the explanation is written as a row of its own. So the
-files of a crashed run show what the run waited for.
+A wait is longer than usual if it exceeds three limits: USUAL_FACTOR times the median of the last
+waits, LONG_SHARE of a usual step's duration, and MIN_WAIT_S. The explanation is logged when its
+cause changes, but at most once in LOG_S. A step's row of metrics has the explanation and the waited
+seconds by stage. During a wait the explanation is written as a separate row. So the files of a
+crashed run show the cause of its last wait.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ LOOK_S = 0.5
 LOOK_S_PER_NODE = 1e-3
 """In a large fleet, two observations are at least this many seconds per node apart."""
 MIN_WAIT_S = 10.0
-"""Seconds; a wait that is shorter than this never counts as longer than usual."""
+"""A wait must be at least this many seconds to be longer than usual."""
 START_S = 60.0
-"""Seconds that a wait must last in the first WARM_UP_STEPS steps to be longer than usual.
+"""In the first WARM_UP_STEPS steps, a wait must be this many seconds to be longer than usual.
 
 In these steps nodes still join and build their engines.
 """
@@ -56,19 +57,19 @@ LONG_SHARE = 0.25
 SHORT_SHARE = 0.1
 """The learner hardly waits if its waits take less than this share of the last steps' time."""
 NUM_STEPS = 8
-"""Number of most recent steps whose times are added up for an explanation."""
+"""Number of recent steps whose times are added up for an explanation."""
 NUM_USUAL = 20
-"""Number of most recent steps that determine the usual wait and the usual step."""
+"""Number of recent steps that determine the usual wait and the usual duration of a step."""
 LOG_S = 60.0
 """Smallest time between two logged explanations, seconds."""
 
 Activities = defaultdict[str, float]
-"""The learner's activity -> seconds."""
+"""Seconds that the learner has spent on each activity."""
 Fields = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 
 
 class Stalls:
-    """Observes the fleet, and explains waits of the learner and of its workers."""
+    """Observes the fleet, and explains waits of the learner and idle workers."""
 
     def __init__(
         self,
@@ -81,12 +82,12 @@ class Stalls:
         log: logging.Logger,
         now: float,
     ) -> None:
-        """Start without times.
+        """Observe the fleet from now on.
 
         Args:
-            role: the fleet of this role is observed.
+            role: the learner whose fleet is observed.
             delivered: the groups that the learner scores and stores.
-            progress: counts groups from which nothing could be learned; its activities are timed.
+            progress: reports the learner's activities, and counts groups without a training signal.
             is_recomputing: whether a setting makes the trainer recompute activations needlessly.
             write: function (step, fields), which writes an explanation as a row of metrics.
             log: gets the explanations.
@@ -114,7 +115,7 @@ class Stalls:
     # --- observing -------------------------------------------------------------------------------
 
     def turn(self, activity: str, now: float) -> None:
-        """Note that the learner begins `activity`; "" means a wait for groups."""
+        """Record that the learner begins `activity`; "" means a wait for groups."""
         self._count(now)
         if not self._activity:
             self._waited_s += now - self._waits_from
@@ -124,7 +125,7 @@ class Stalls:
         self._look(now)
 
     def check(self, now: float) -> None:
-        """Observe the fleet when it is time to, and explain a long wait."""
+        """Observe the fleet if an observation is due, and explain a long wait."""
         if now < self._looked_at + max(LOOK_S, LOOK_S_PER_NODE * len(self._fleet.nodes)):
             return
         self._count(now)
@@ -143,7 +144,7 @@ class Stalls:
             self._write(self._role.step, {"explain": _as_row(found)})
 
     async def watch(self) -> None:
-        """Until cancelled, observe the fleet every heartbeat interval, and explain long waits."""
+        """Observe the fleet and explain long waits every heartbeat interval, until cancelled."""
         heartbeat_s = self._role.settings.leases.heartbeat_s
         while True:
             await asyncio.sleep(heartbeat_s)
@@ -173,7 +174,7 @@ class Stalls:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds from which on a step's wait is longer than usual."""
+        """If a step waits longer than this many seconds, its wait is longer than usual."""
         if len(self._usual) < WARM_UP_STEPS:
             return START_S
         waited_s = median(waited_s for waited_s, _ in self._usual)
@@ -184,9 +185,9 @@ class Stalls:
 
     @property
     def waiting_for(self) -> str:
-        """What the learner waits for, as text; "" if it does not wait.
+        """The cause of the learner's present wait, as text; "" if the learner does not wait.
 
-        The text of a long wait contains a remedy.
+        For a long wait, the text contains a remedy.
         """
         if self._activity:
             return ""
@@ -199,7 +200,7 @@ class Stalls:
         return f"{missing}; {self.current.remedy}; {nodes}"
 
     def stepped(self, now: float) -> Fields:
-        """Explain the step that was just made; return fields for its row of metrics."""
+        """Explain the last step. Return fields for its row of metrics."""
         self._count(now)
         self._num_steps += 1
         tally, activities = self._tally, self._activities
@@ -227,7 +228,7 @@ class Stalls:
     def _explain_steps(self, tally: Tally, *, is_long: bool) -> str:
         """Explain the last step if its wait was long, or else the last NUM_STEPS steps.
 
-        Set `current`. Return the explanation as text, "" if nothing stalls.
+        Store the explanation in `current`. Return the explanation as text; "" if nothing stalls.
         """
         self.current = None
         if is_long:

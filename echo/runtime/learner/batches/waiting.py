@@ -1,16 +1,16 @@
-"""The wait for a batch: checks regularly, and ends the run after a time limit without workers.
+"""The wait for a batch, which ends the run after a time without workers.
 
 Normally an event makes the learner grant groups and publish versions, for example a heartbeat, a
-result or a step. If no event happens, one check per heartbeat interval handles these cases:
+result or a step. Without an event, one check per heartbeat interval handles these cases:
 
-    no version may be sampled for the next step   the learner publishes at once, due or not
+    all versions are too old for the next step    the learner publishes at once
     no worker at all                              logged each minute; after a limit the run ends
 
-A run that its operator has paused waits without a limit. Once a worker has joined, the limit is
+A paused run waits without a limit. Once a worker has joined, the limit is
 `network.reconnect_for_s`, because workers that have lost the learner redial it for that long.
 Before the first worker joins, the limit is at least FIRST_WORKER_S, because the operator may rent
-or start workers much later. A worker counts from its Hello on. It also counts while it loads its
-model and while it is on standby.
+or start workers much later. A worker counts from its Hello on, also while it loads its model or is
+on standby.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class BatchWait:
         remedy: str = "start workers and go on with --resume",
         log: logging.Logger,
     ) -> None:
-        """Wait for workers at `address`; `remedy` is what to do after a wait in vain."""
+        """Wait for workers at `address`.
+
+        If no worker comes, the error ends with `remedy`.
+        """
         self._role = role
         self._remedy = remedy
         self._address = address
@@ -56,14 +59,14 @@ class BatchWait:
         """The loop's time at which `check` is due next, seconds."""
 
     def begin(self, *, now: float) -> None:
-        """Begin a wait; from now on the time without workers is measured."""
+        """Begin a wait, and measure the time without workers from now on."""
         self._alone_since = self._warned_at = now
         self.check_at = now + self._role.settings.leases.heartbeat_s
 
     def wake(self) -> None:
         """End the present `wait`, so that the training loop checks for a batch.
 
-        If the loop does not wait now, its next `wait` ends at once.
+        If no `wait` is running, the next `wait` ends at once.
         """
         self._has_news.set()
 
@@ -76,7 +79,7 @@ class BatchWait:
         return asyncio.get_running_loop().time() >= self.check_at
 
     def check(self, *, now: float) -> WaitReason:
-        """Return why no worker can get a group, or "".
+        """Return the reason why no worker can get a group; "" if there is none.
 
         Raises:
             TransportError: if there has been no worker for longer than the limit.

@@ -1,7 +1,7 @@
-"""Activation: decides which workers are active within the budget, and which are on standby.
+"""Activation: decide which workers are active within the budget, and which are on standby.
 
     measure (often) -> measured rates, times, idle share
-    question (now and then) -> answer, in a thread -> decision -> StandbyChosen
+    question (once in a dwell) -> answer, in a thread -> decision -> StandbyChosen
 
 The question is which workers shall be active (`echo.fleet.activation`). It is asked once in a
 dwell, and immediately after an active worker is gone. A dwell is the longest of three times:
@@ -9,8 +9,8 @@ dwell, and immediately after an active worker is gone. A dwell is the longest of
 The active workers stay the same during a dwell. Meanwhile the effect of the last change is
 measured, and workers without a measured rate are tried.
 
-A worker that joins begins to generate. If the budget cannot also pay for the new worker, this
-worker goes on standby. It is tried with the next question.
+A worker that joins begins to generate. If its price would exceed the budget, it goes on standby
+until the next question.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN
 
 RESTART_S = 300.0
-"""Assumed seconds to replace a lost machine: to rent and start another, and to send it weights."""
+"""Assumed seconds to rent and start another machine, and to send the weights to this machine."""
 MIN_STEPS = 3
-"""Number of steps before `train_s` is known, since the first steps include start-up. A dwell also
-has at least this number of steps.
+"""Number of steps before `train_s` is known, and smallest number of steps in a dwell.
+
+Fewer steps would consist mostly of start-up.
 """
 MAX_STEPS = 8
-"""Number of last steps over which times are averaged."""
+"""Number of recent steps over which times are averaged."""
 MIN_DWELL_S = 120.0
-"""Smallest number of seconds between two questions: several times as long as a worker needs to
-fetch the weights."""
+"""Smallest number of seconds between two questions; a worker fetches the weights much faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSettings:
-    """The settings of the configuration that activation needs."""
+    """The settings of activation, from the configuration."""
 
     groups_per_step: int
     group_size: int
     max_completion_tokens: int
     margin: float
     budget_per_h: float
-    """Largest cost of workers and traffic, $ per hour; infinite if there is no limit."""
+    """Largest cost of workers and traffic, $ per hour; infinite without a limit."""
     min_dwell_s: float = MIN_DWELL_S
     upload_bytes_per_token: float = BYTES_PER_TOKEN
 
@@ -79,7 +79,7 @@ class StepTimes:
 def activation_settings(
     section: ActivationSection, sync: SyncSection, batch: BatchSection, sampling: SamplingSection
 ) -> ActivationSettings | None:
-    """Return the settings of activation; None if it is off or sync.mode is "pull"."""
+    """Return the settings of activation; None if activation is off or sync.mode is "pull"."""
     if section.mode == "off" or sync.mode == "pull":
         return None
     return ActivationSettings(
@@ -151,7 +151,7 @@ class Activation:
 
     @property
     def train_s(self) -> float | None:
-        """T_train, the median seconds of a step without waits; None before MIN_STEPS steps."""
+        """Median seconds of a step without waits; None before MIN_STEPS steps."""
         if len(self.steps) < MIN_STEPS:
             return None
         return median(times.step_s - times.waited_s for times in self.steps)
@@ -159,8 +159,8 @@ class Activation:
     def idle_share(self, waiting_s: float = 0.0) -> float:
         """Return the share of the learner's time spent waiting since the active workers changed.
 
-        `waiting_s` is the length of the present wait, seconds. Before the first step after such a
-        change the share is 1.
+        Before the first step after the change the share is 1. `waiting_s` is the length of the
+        present wait, seconds.
         """
         recent = list(self.steps)[-self._steps_since_change :] if self._steps_since_change else []
         step_s = sum(times.step_s for times in recent) + waiting_s
@@ -169,7 +169,7 @@ class Activation:
 
     @property
     def dwell_s(self) -> float:
-        """Seconds between two questions, one dwell."""
+        """Seconds between two questions."""
         step_s = fmean(times.step_s for times in self.steps) if self.steps else 0.0
         return max(self.settings.min_dwell_s, MIN_STEPS * step_s, self._group_s)
 
@@ -178,7 +178,7 @@ class Activation:
     def question(
         self, role: Learner, pace: PublishPace, *, waiting_s: float, now: float
     ) -> Question | None:
-        """Return the question which workers shall be active; None if no question is due.
+        """Return a question that asks which workers shall be active; None if no question is due.
 
         `waiting_s` is the length of the learner's present wait, seconds.
         """
@@ -226,12 +226,12 @@ class Activation:
         return state.throughput.tokens_per_s is None and state.active_s < self.dwell_s
 
     def _rates(self, members: Collection[Member]) -> dict[str, float]:
-        """Return worker name -> tokens per second; empty if no worker has a measured rate.
+        """Return each worker's rate, tokens per second; empty if no worker has a measured rate.
 
         A worker with too few reports has no measured rate. While such a worker is untried, its rate
         is the mean of the measured rates. Later, its rate is estimated from its few reports. If it
-        sent no report, its rate is the lower of two values. The first is that mean. The second is
-        the rate at which it would have sampled MIN_REPORTS groups in its loaded time.
+        sent no report, its rate is that mean, but at most the rate of MIN_REPORTS groups in its
+        loaded time.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}
@@ -302,9 +302,8 @@ class Activation:
     ) -> tuple[list[Action], ActivationDecision | None]:
         """Return the actions that carry out an answer, and the decision.
 
-        If nothing changes, there are no actions and the decision is None. Workers that joined since
-        the question stay as they are, active or on standby. The answer also leaves workers alone
-        that are no longer members, and those that `measure` has not seen.
+        If nothing changes, there are no actions and the decision is None. Only members that were
+        part of the question are changed.
         """
         self.prediction = answer.after
         timed = answer.active - question.untried

@@ -1,10 +1,10 @@
-"""Costs and activation in the learner: how they are measured, decided and recorded.
+"""Measure, decide and record the costs of a run and the activation of its workers.
 
     measure (10 times a second) -> meter, rates, times of broadcasts
     question -> answer (in a thread) -> decision -> ledger, log, plans and leases
 
-The ledger records each decision, and the costs at each step. So a resumed run continues from these
-costs.
+The ledger records each decision, and the costs at each step. So a resumed run starts with the
+recorded costs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from echo.wire.actions import Action
 from echo.wire.codec import BYTES_PER_TOKEN
 
 METER_S = 1.0
-"""Seconds between two updates of the costs; each update may ask which workers are needed."""
+"""Seconds between two updates of the costs. An update may ask which workers shall be active."""
 POLLS_PER_S = 10_000
-"""Largest number of measurements of workers per second. In a larger fleet, each worker is measured
-less often."""
+"""Largest number of measurements of workers per second, which limits the rate in large fleets."""
 
 
 class CostControl:
     """Meters the costs of a run, and decides which of its workers are active.
 
-    `activation` is None if all workers are active, whatever they cost.
+    `activation` is None if all workers are always active.
     """
 
     def __init__(
@@ -95,9 +94,9 @@ class CostControl:
         return self.activation is None and not self._pace.is_awaited
 
     def measure(self, *, now: float) -> list[Action]:
-        """Update the measurements of workers and installations; return the resulting actions.
+        """Update the measurements of workers and installations. Return the resulting actions.
 
-        Must be called every POLL_S, or every METER_S while `is_idle`.
+        Call this method every POLL_S, or every METER_S while `is_idle`.
         """
         if self._progress.activity:
             self._waiting_since = None
@@ -115,10 +114,9 @@ class CostControl:
         return self.activation.measure(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
-        """Update the costs if METER_S has passed; return a question if one is due.
+        """Update the costs if METER_S has passed. Return a question if one is due, else None.
 
-        The question is which workers shall be active. It must be answered in a thread. Without a
-        question the result is None.
+        The question asks which workers shall be active. It must be answered in a thread.
         """
         if now < self._metered_at + METER_S:
             return None
@@ -130,9 +128,9 @@ class CostControl:
         return self.activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
-        """Record the answer to a question; return the actions that carry it out.
+        """Record the answer to a question of `review`, and return the actions for it.
 
-        The question is from `review`. There are no actions if the run has ended.
+        If the run has ended, there are no actions.
         """
         if self.activation is None or self._role.shutdown.reason is not None:
             return []
@@ -163,15 +161,15 @@ class CostControl:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the run has spent its budget, activation.budget_per_run."""
+        """Whether the run has spent activation.budget_per_run."""
         return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
 
     def set_budget(self, budget_per_run: float) -> None:
-        """Replace the budget of the run, in $."""
+        """Replace the budget of the run, $."""
         self._budget_per_run = budget_per_run
 
     def describe_spent(self, step: int) -> str:
-        """Return a log line on a run that ends at `step` because its budget is spent."""
+        """Return a log line that says that the run ends at `step` because its budget is spent."""
         return (
             f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
             f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "
@@ -181,9 +179,9 @@ class CostControl:
     def metrics(
         self, row: Mapping[str, Any], *, now: float
     ) -> dict[str, float | Mapping[str, float]]:
-        """Record a step from its row of metrics; return metrics of costs and activation.
+        """Record a step from its row of metrics. Return metrics of costs and activation.
 
-        The result is empty if nothing has a price.
+        The result is empty if neither machines nor traffic have cost anything.
         """
         if self.activation is not None:
             times = StepTimes(
@@ -223,7 +221,7 @@ class CostControl:
         return metrics
 
     def view(self) -> CostStatus | None:
-        """Return the costs for the live view; None without prices and costs."""
+        """Return the costs for the live view; None if no machine has a price."""
         meter, roster = self._meter, self._role.roster
         if not meter.has_prices:
             return None

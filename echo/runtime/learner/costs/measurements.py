@@ -1,8 +1,8 @@
-"""Measurements of workers and of broadcasts to them, from which activation makes forecasts.
+"""Measure workers, and broadcasts to them, for the forecasts of activation.
 
-Three quantities are measured for each worker: its rate of sampling, the time for which it was
-active, and the time in which it installs a version. The rate of the learner's uplink is taken from
-the version that was sent fastest.
+Three quantities are measured for each worker: its sampling rate, the time for which it was active,
+and the time in which it installs a version. The rate of the learner's uplink is taken from the
+version that was sent fastest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from echo.roles.members import Member
 from echo.runtime.learner.costs.throughput import Throughput
 
 POLL_S = 0.1
-"""Seconds between two checks of the installed versions: the resolution of broadcast times."""
+"""Seconds between two checks of the installed versions: the precision of broadcast times."""
 MAX_VERSIONS = 8
 """Number of newest versions whose publication times are kept."""
 
@@ -34,33 +34,33 @@ class MeasuredWorker:
     active_s: float = 0.0
     """Seconds in which the worker had weights and was not on standby."""
     loaded_s: float = 0.0
-    """Seconds, each weighted by the share of the worker's places for groups that were occupied."""
+    """Seconds multiplied by the worker's load, the occupied share of its places for groups."""
     installed: PolicyVersion | None = None
     free_at: float = 0.0
     """Time from which the worker could fetch the next version.
 
-    It is the latest of three times: when the worker joined, became active, and installed its last
+    This is the latest of three times: when the worker joined, became active, and installed its last
     version.
     """
     took_s: float | None = None
-    """Seconds to install the last version, from its publication or from `free_at` if that is later.
-    None until a version is installed after a change of the active workers.
+    """Seconds to install the last version, counted from its publication or from `free_at`.
+
+    The later of these two times counts. None after a change of the active workers, until a version
+    is installed.
     """
     late_s: float | None = None
-    """Seconds by which `took_s` exceeds the forecast for all active workers; None if never
-    measured.
-    """
+    """Seconds by which `took_s` exceeds the forecast for all active workers; None if unknown."""
     alone_s: float = 0.0
-    """Seconds that this worker would need to install a version if no other worker were active.
+    """Forecast of the seconds to install a version if no other worker were active.
+
     The forecast was made when the worker was last active.
     """
 
 
 class Measurements:
-    """Measures the workers' rates and the times of broadcasts to them."""
+    """Measures workers' rates, and the times of broadcasts to workers."""
 
     def __init__(self) -> None:
-        """Start without a measured worker or version."""
         self.workers: dict[str, MeasuredWorker] = {}
         """Worker name -> its measurements, for each present worker that was measured at least once.
         """
@@ -72,9 +72,9 @@ class Measurements:
         """
 
     def update(self, role: Learner, *, now: float) -> list[Member]:
-        """Update the measurements; return the members that are new or have a new process.
+        """Update the measurements. Return the members that are new or have a new process.
 
-        Must be called at least once per heartbeat.
+        Call this method at least once per heartbeat.
         """
         members = role.roster.members("worker")
         newest = role.broadcast.newest_complete
@@ -107,7 +107,7 @@ class Measurements:
         return new
 
     def changed(self, activated: Collection[str], *, now: float) -> None:
-        """Note that the workers `activated` have just become active.
+        """Record that the workers `activated` have just become active.
 
         The installation times of all workers are then measured again.
         """
@@ -130,9 +130,9 @@ class Measurements:
     def links(self, role: Learner, members: Collection[Member]) -> Links:
         """Return the learner's links, which forecast the broadcast to any set of workers.
 
-        The plan does not know every link. So a forecast is the planned time plus a measured delay.
-        The delay is the longest that any worker of the set had beyond the plan. A worker's
-        measurements are kept while the worker is on standby.
+        The plan does not include every link. So a forecast is the planned time plus the longest
+        measured delay of any worker in the set. A worker's measurements are kept while the worker
+        is on standby.
         """
         relays = role.roster.members("relay")
         ahead = [relay.node_id for relay in relays]
@@ -166,11 +166,11 @@ class Measurements:
         )
 
     def _uplink(self, role: Learner) -> float | None:
-        """Return the rate of the learner's uplink in bytes per second, or None.
+        """Return the rate of the learner's uplink in bytes per second; None if it is unknown.
 
-        The result is the highest of the rates measured by installations and by the broadcast. If
-        the broadcast has measured no rate, the configured rate takes its place. The broadcast's
-        estimate is too low if the learner's children are slow. It is missing if versions are small.
+        The result is the higher of two rates: one measured by installations, one by the broadcast.
+        If the broadcast has measured no rate, the configured rate is used. The broadcast measures
+        no rate for small versions, and too low a rate if the learner's children are slow.
         """
         estimate = role.broadcast.uplink.bytes_per_s
         assumed = role.settings.site.uplink_bytes_per_s if estimate is None else None

@@ -1,14 +1,14 @@
-"""Cost meter: the cost of a run's machines and their traffic, in total and per hour.
+"""Cost meter: the cost of a run's machines and traffic, in total and per hour.
 
 A machine counts from its first Hello until a Goodbye reports that the machine was given back. A
-worker on standby counts, because its machine is billed. A worker may fall silent, or leave without
-giving its machine back. The learner cannot know whether such a machine is still billed. So it
-counts for another LOST_COUNTS_FOR_S. If the worker comes back during this time, its machine goes on
-counting.
+worker on standby counts, because its machine is billed. If a worker falls silent, or leaves without
+giving its machine back, the learner cannot know whether the machine is still billed. So the machine
+counts for another LOST_COUNTS_FOR_S. If the worker comes back during this time, its machine
+continues to count.
 
 Traffic is counted from the bytes that nodes report: weights in and out, and rollouts out. The
-nodes' counters go on while the learner is away. So a resumed learner assumes that the first totals
-of a node were already counted.
+nodes' counters continue while the learner is away. So a resumed learner assumes that the first
+totals of a node were already counted.
 """
 
 from __future__ import annotations
@@ -24,29 +24,26 @@ from echo.wire.codec import BYTES_PER_TOKEN
 from echo.wire.messages import LEARNER_ID
 
 LOST_COUNTS_FOR_S = 3600.0
-"""Seconds for which a lost machine still counts: one usual billing step. The learner cannot know
-when the bill of such a machine ends.
-"""
+"""Seconds for which a lost machine still counts: one usual billing step."""
 _TRAFFIC_WINDOW_S = 300.0
 
 
 @dataclass(slots=True)
 class _Machine:
-    """A machine of the run that costs money."""
-
     price_per_h: float
     incarnation: str
     is_standby: bool = False
     gone_at: float | None = None
     """Loop's time at which the machine's node left or fell silent; None while it is a member."""
     traffic_bytes: float | None = 0.0
-    """Traffic that this incarnation of the node has reported. In a resumed learner it is None until
-    the first report.
+    """Traffic that this process of the node has reported.
+
+    In a resumed learner, None until the first report.
     """
 
 
 class CostMeter:
-    """Adds up the cost of a run's machines and their traffic, in $."""
+    """Adds up the cost of a run's machines and traffic, in $."""
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class CostMeter:
 
     @property
     def machines_per_h(self) -> float:
-        """$ per hour for all machines that count."""
+        """$ per hour for all counted machines."""
         return self._learner_per_h + sum(m.price_per_h for m in self._machines.values())
 
     @property
@@ -80,7 +77,7 @@ class CostMeter:
 
     @property
     def unconfirmed_per_h(self) -> float:
-        """The part of `machines_per_h` for machines that are gone but may still be billed."""
+        """The part of `machines_per_h` for machines that left but may still be billed."""
         return sum(m.price_per_h for m in self._machines.values() if m.gone_at is not None)
 
     @property
@@ -90,14 +87,14 @@ class CostMeter:
 
     @property
     def has_prices(self) -> bool:
-        """Whether any machine has a price, or any money was spent."""
+        """Whether a machine has a price or money was spent."""
         prices = [machine.price_per_h for machine in self._machines.values()]
         return bool(self._learner_per_h or self.total or any(prices))
 
     def update(self, roster: Roster, *, bytes_sent: int, now: float) -> None:
         """Add the cost since the last call, then record the present machines and their prices.
 
-        `bytes_sent` is the total that the learner has sent.
+        `bytes_sent` is the total number of bytes that the learner has sent.
         """
         elapsed_s = max(0.0, now - self._at)
         self._at = now
@@ -116,7 +113,7 @@ class CostMeter:
         self._drop_gone(roster, now)
 
     def take_by_node(self) -> dict[str, float]:
-        """Return node -> $ for machine and traffic since the last call.
+        """Return each node's cost since the last call, $ for machine and traffic.
 
         Nodes without costs are left out.
         """
@@ -124,7 +121,7 @@ class CostMeter:
         return {node: cost for node, cost in costs.items() if cost}
 
     def _take(self, members: Iterable[Member]) -> float:
-        """Record each member's machine; return the $ for traffic since the last call."""
+        """Record each member's machine. Return the $ for traffic since the last call."""
         cost = 0.0
         for member in members:
             machine = self._machines.get(member.node_id)
@@ -160,10 +157,10 @@ class CostMeter:
 
 
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return the $ that a run cost before it is resumed, from its ledger.
+    """Return the $ in the ledger that a run cost before it is resumed.
 
-    Machines were still billed while the learner was away, but it is not known for how long. So at
-    most LOST_COUNTS_FOR_S of that time counts. `now` is Unix time, seconds.
+    While the learner was away, machines were still billed for an unknown time. At most
+    LOST_COUNTS_FOR_S of this time is counted. `now` is Unix time, seconds.
     """
     last = totals_of(records).cost
     if last is None:

@@ -1,16 +1,16 @@
 """Throughput of workers: the tokens per second that a worker could sample at full load.
 
-The learner grants no more leases than admission allows. So a worker that is only partly needed
-samples below its capacity. Each second therefore counts only in proportion to the worker's load.
-The load is the number of its leases, divided by the number of groups that it can sample at the same
-time. The estimate is the number of sampled tokens divided by these loaded seconds.
+The learner limits the number of leases, so a worker may sample below its capacity. Each second
+therefore counts in proportion to the worker's load: the number of its leases, divided by the number
+of groups that it can sample at the same time. The estimate is the number of sampled tokens divided
+by these loaded seconds.
 
 A worker may report its tokens only once per group. So the seconds since its last report count only
-once they exceed the longest time between two of its reports.
+if they exceed the longest time between two of its reports.
 
 The estimate is exact at full load. Below full load the estimate is too low if the engine gains by
-batching. So `fleet/activation.py` decides again after each worker that it puts on standby. The
-other workers' load then rises, and their estimates become exact.
+batching. So `fleet/activation.py` decides again after each worker that is put on standby: the other
+workers' load then rises, and their estimates become exact.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ import math
 THROUGHPUT_WINDOW_S = 300.0
 """Loaded seconds after which a measurement has 1/e of its weight."""
 MIN_REPORTS = 3
-"""Number of reports with new tokens that an estimate needs.
-
-A worker may report its tokens only once per group.
-"""
+"""Number of reports with new tokens that an estimate needs."""
 
 
 class Throughput:
-    """Estimates a worker's tokens per loaded second, with exponential weights by age."""
+    """Estimates a worker's tokens per loaded second; older measurements weigh less."""
 
     def __init__(self, *, tokens_sampled: int | None, now: float) -> None:
         """Start without an estimate.
 
         Args:
-            tokens_sampled: the worker's counter of sampled tokens, which keeps counting while the
-                link or the learner is down; None until the worker has reported it.
+            tokens_sampled: the worker's counter of sampled tokens; None before its first report.
+                The counter continues while the link or the learner is down.
             now: the present time, seconds.
         """
         self._counter = tokens_sampled
@@ -66,12 +63,12 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The estimated tokens per second; None before MIN_REPORTS reports with new tokens."""
+        """The estimated tokens per second. None before MIN_REPORTS reports with new tokens."""
         return self.early_tokens_per_s if self._num_reports >= MIN_REPORTS else None
 
     @property
     def early_tokens_per_s(self) -> float | None:
-        """The estimated tokens per second from any number of reports; None before a report."""
+        """The estimated tokens per second from the reports so far. None before the first report."""
         if self._loaded_s <= 0:
             return None
         return self._tokens / (self._loaded_s + max(0.0, self._silent_s - self._longest_s))

@@ -1,9 +1,9 @@
 """Checkpoints of the learner, made visible by one rename.
 
     checkpoints/step_000020/   trainer state (echo/train/trainer.py), checkpoint.json,
-                               and BLAKE3SUMS, which `b3sum --check` reads, too
-    checkpoints/latest         the name of the newest, replaced atomically
-    checkpoints/best           the name and the held-out score of the best, also replaced
+                               and BLAKE3SUMS, which `b3sum --check` can read
+    checkpoints/latest         the name of the newest checkpoint, replaced atomically
+    checkpoints/best           the name and the held-out score of the best checkpoint, also replaced
                                atomically; this checkpoint is kept in addition to the last ones
 
 A directory is filled under a temporary name, forced onto the disk, and then renamed. So a full disk
@@ -34,7 +34,7 @@ BEST_FILE = "best"
 
 
 class DamagedCheckpointError(StorageError):
-    """A checkpoint's files differ from the files that were written."""
+    """A checkpoint is damaged: its files are not those that were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class FoundCheckpoint:
     path: Path
     info: CheckpointInfo
     damage: tuple[str, ...] = ()
-    """Texts of the faults of newer, damaged checkpoints, the newest first."""
+    """Fault messages of newer, damaged checkpoints, newest first."""
 
 
 class Checkpoints:
-    """Decides when the learner saves; writes checkpoints and reads them."""
+    """Decides when the learner saves. Writes and reads checkpoints."""
 
     def __init__(
         self,
@@ -71,12 +71,16 @@ class Checkpoints:
         min_free_bytes: int,
         now: float,
     ) -> None:
-        """Start with no checkpoint written by this process; `now` is the loop's time.
+        """Manage the checkpoints in `directory`.
 
-        A checkpoint is due at each multiple of `interval_steps`. With `interval_s`, it is also due
-        that many seconds after the last attempt. Before the first attempt these seconds count from
-        `now`. A checkpoint must leave `min_free_bytes` of the disk free. The last `keep_last`
-        checkpoints, at least one, are kept.
+        Args:
+            directory: the directory of the run's checkpoints.
+            run_id: the id of the run.
+            interval_steps: a checkpoint is due at each multiple of this number of steps.
+            interval_s: longest time between two attempts, seconds; None for no limit.
+            keep_last: number of newest checkpoints that are kept, at least one.
+            min_free_bytes: free bytes that the disk must have after a checkpoint.
+            now: the loop's time, seconds.
         """
         self.saved_step: int | None = None
         """Step of the newest checkpoint, or of the one resumed from; None if there is no
@@ -107,16 +111,15 @@ class Checkpoints:
     ) -> int:
         """Write a checkpoint, and delete old ones.
 
-        `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next one
-        is due an interval later.
+        `save_state` fills a directory with the trainer's state. If a checkpoint fails, the next
+        attempt is due an interval later.
 
         Returns:
             The oldest step of the last `keep_last` checkpoints.
 
         Raises:
-            StorageError: if the checkpoint could not be written; older checkpoints are untouched.
-            NonfiniteWeightsError: if the trainer's weights hold NaN or infinity; older checkpoints
-                are untouched.
+            StorageError: if the checkpoint could not be written. Older checkpoints are untouched.
+            NonfiniteWeightsError: if weights are NaN or infinite. Older checkpoints are untouched.
         """
         self._tried_at = now
         directory, name = self._directory, checkpoint_name(step)
@@ -151,10 +154,10 @@ class Checkpoints:
         self._scores[step] = None
 
     def score(self, step: int, score: float | None) -> bool:
-        """Note the held-out score of a step; return whether its checkpoint is now the best.
+        """Record the held-out score of a step; return whether its checkpoint is now the best.
 
-        `score` is None if the evaluation gave no score. The checkpoint of the step may be written
-        after this call.
+        `score` is None if the evaluation gave no score. The checkpoint may be written after this
+        call.
 
         Raises:
             StorageError: if the file `best` cannot be written.
@@ -168,9 +171,9 @@ class Checkpoints:
         return best == step
 
     def _mark_best(self) -> int | None:
-        """Record the best of the newly scored checkpoints if it beats the old best.
+        """If a newly scored checkpoint is better than the best so far, record it as the best.
 
-        Return the better checkpoint's step; None if the best checkpoint stays the same.
+        Return the step of the new best checkpoint, else None.
         """
         complete, known = list_checkpoints(self._directory), read_best(self._directory)
         scored = {
@@ -191,10 +194,10 @@ class Checkpoints:
         return best
 
     def _delete_others(self, step: int) -> int:
-        """Delete all checkpoints but the last, the best, and those awaiting a score.
+        """Delete old checkpoints; keep the last, the best, and those that await a score.
 
-        Return the oldest step of the last `keep_last` checkpoints. Checkpoints after `step` belong
-        to an abandoned history, so they do not count.
+        Return the oldest step of the last `keep_last` checkpoints. Checkpoints after `step` do not
+        count, because they belong to an abandoned lineage.
         """
         steps = list_checkpoints(self._directory)
         last = self._last(steps, step)
@@ -206,15 +209,15 @@ class Checkpoints:
         return [each for each in steps if self.removed_step < each <= step][-self._keep_last :]
 
     def _awaited_or_best(self) -> set[int]:
-        """Return the steps whose evaluation runs, and the step of the best checkpoint."""
+        """Return the steps that are being evaluated, and the step of the best checkpoint."""
         best = read_best(self._directory)
         awaited = {each for each, score in self._scores.items() if score is None}
         return awaited if best is None else awaited | {best[0]}
 
     def stored(self, *, up_to: int | None = None) -> list[StoredCheckpoint]:
-        """Return the complete checkpoints, oldest first, or those up to a step.
+        """Return the complete checkpoints, oldest first; with `up_to`, only up to this step.
 
-        Groups are kept for the last `keep_last` of them that are newer than those removed.
+        `keeps_groups` is true for the last `keep_last` of these checkpoints.
         """
         steps = {
             step: path
@@ -262,7 +265,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def newest_up_to(self, step: int) -> int | None:
-        """Return the step of the newest checkpoint up to `step`; None if there is none.
+        """Return the step of the newest checkpoint up to `step`; None if all are later.
 
         Without any checkpoint the result is 0, because the run can start from its initial weights.
         """
@@ -289,8 +292,8 @@ class Checkpoints:
         """Return the newest undamaged checkpoint up to `latest`; None without checkpoints.
 
         Raises:
-            StorageError: if all checkpoints are damaged, if `latest` names none of them, or if the
-                checkpoint was written by a release with another format.
+            StorageError: if all checkpoints are damaged, if `latest` names no checkpoint, or if the
+                checkpoint has the format of another release.
         """
         complete = list_checkpoints(self._directory)
         newest = self._newest_step(complete)
@@ -311,7 +314,7 @@ class Checkpoints:
         )
 
     def _newest_step(self, complete: Mapping[int, Path]) -> int:
-        """Return the step that `latest` names; without this file, the last step.
+        """Return the step that `latest` names; without the file `latest`, the last step.
 
         Raises:
             StorageError: if the file cannot be read or names no checkpoint.
@@ -332,12 +335,12 @@ class Checkpoints:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the directory of the checkpoint of a step."""
+    """Return the name of a checkpoint's directory."""
     return f"step_{step:06d}"
 
 
 def newest_name(directory: Path) -> str:
-    """Return the checkpoint's name in the file `latest`; empty if there is no such file.
+    """Return the checkpoint's name in the file `latest`; empty without this file.
 
     Raises:
         OSError, ValueError: if the file cannot be read.
@@ -347,7 +350,7 @@ def newest_name(directory: Path) -> str:
 
 
 def pointed_name(pointer: Path) -> str:
-    """Return the checkpoint's name, the first word of the file `latest` or `best`.
+    """Return the checkpoint's name in the file `latest` or `best`: the first word.
 
     Raises:
         OSError, ValueError: if the file cannot be read.
@@ -356,7 +359,7 @@ def pointed_name(pointer: Path) -> str:
 
 
 def read_best(directory: Path) -> tuple[int, float] | None:
-    """Return the step and the held-out score of the best checkpoint; None if not known."""
+    """Return the step and the held-out score of the best checkpoint; None if unknown."""
     try:
         name, score = (directory / BEST_FILE).read_text("utf-8").split()
         steps = {path.name: step for step, path in list_checkpoints(directory).items()}
@@ -366,7 +369,7 @@ def read_best(directory: Path) -> tuple[int, float] | None:
 
 
 def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] | None:
-    """Return the directory and the metadata of a whole checkpoint; changes nothing.
+    """Return the directory and the metadata of an undamaged checkpoint; reads only.
 
     Args:
         directory: the directory of a run's checkpoints.
@@ -375,7 +378,7 @@ def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] 
 
     Raises:
         DataError: if there is no such checkpoint.
-        DamagedCheckpointError: if its files differ from what was written.
+        DamagedCheckpointError: if the checkpoint is damaged.
     """
     complete = list_checkpoints(directory)
     if not which and not complete:
@@ -397,7 +400,7 @@ def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] 
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
-    """Return step -> directory of each complete checkpoint, in ascending order."""
+    """Return the directory of each complete checkpoint by its step, in ascending order."""
     found = {
         int(match[1]): path
         for path in directory.glob("step_*")

@@ -1,9 +1,8 @@
-"""Keeps a run's directory within `limits.run_dir_bytes`.
+"""Keep a run's directory within `limits.run_dir_bytes`.
 
-`records/retention.py` chooses what is removed. Here the directory is measured, the removal is
-recorded in the ledger, and only then the files are deleted. A crash between the two leaves a record
-of files that are still there; `resume.py` then deletes them. So no file is ever missing without a
-record.
+`records/retention.py` chooses what is removed. This module measures the directory, records the
+removal in the ledger, and then deletes the files. After a crash between record and deletion,
+`resume.py` deletes the recorded files. So every missing file has a record.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from echo.records.retention import Holdings, plan_removals
 from echo.runtime.learner.saving.checkpoint import Checkpoints
 
 VERSIONS = "versions"
-"""Directory of the images of versions that the analysis of the mismatch has kept."""
+"""Directory of the images of versions that the mismatch analysis has kept."""
 _VERSION = re.compile(rf"{VERSIONS}/v(\d+)_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoints/step_(\d+)")
 _SPLIT = (GROUPS, "checkpoints", VERSIONS)
-"""Directories whose entries are measured one by one."""
+"""Directories whose entries are measured separately."""
 NUM_NAMED = 4
-"""Number of removed files, or of parts of the directory, that a line of the log names."""
+"""Largest number of removed files, or of parts of the directory, that a log line names."""
 
 
 class DiskLimit:
-    """Removes what is old from a run's directory when the directory exceeds the limit."""
+    """Removes old files from a run's directory when the directory exceeds its limit."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class DiskLimit:
         max_bytes: int | None,
         log: logging.Logger,
     ) -> None:
-        """Keep the directory of the ledger's run within `max_bytes`; None is no limit.
+        """Keep the directory of the ledger's run within `max_bytes`. None means no limit.
 
         All methods must be called in the thread that writes checkpoints.
         """
@@ -58,7 +57,7 @@ class DiskLimit:
         """Make space for a checkpoint as large as the newest one.
 
         Raises:
-            StorageError: if the ledger cannot be written; then nothing is deleted.
+            StorageError: if the ledger cannot be written. Nothing is deleted.
         """
         if self._max_bytes is not None:
             held = self._survey()
@@ -67,10 +66,10 @@ class DiskLimit:
             self._remove(held, step=step, max_bytes=self._max_bytes - coming)
 
     def enforce(self, *, step: int) -> None:
-        """Remove what exceeds the limit; if what must stay exceeds it, warn once.
+        """Remove files above the limit. If this does not suffice, warn once.
 
         Raises:
-            StorageError: if the ledger cannot be written; then nothing is deleted.
+            StorageError: if the ledger cannot be written. Nothing is deleted.
         """
         if self._max_bytes is None:
             return
@@ -96,7 +95,7 @@ class DiskLimit:
         )
 
     def _remove(self, held: Holdings, *, step: int, max_bytes: int) -> int:
-        """Remove what exceeds `max_bytes`, and return the freed bytes."""
+        """Remove entries above `max_bytes`. Return the freed bytes."""
         paths = plan_removals(held, max_bytes=max_bytes)
         if not paths:
             return 0
@@ -124,10 +123,10 @@ class DiskLimit:
 
 
 def measure(run_dir: Path) -> dict[str, int]:
-    """Return path -> bytes of all that a run's directory holds.
+    """Return the size in bytes of each entry of a run's directory, by relative path.
 
-    The paths are relative to the directory. Each has the bytes of all files in it. Entries of the
-    directories of groups, checkpoints and versions are listed one by one.
+    The size of a directory includes all its files. In the directories of groups, checkpoints and
+    versions, each entry is listed separately.
     """
     sizes: Counter[str] = Counter()
     for folder, _, names in os.walk(run_dir):
@@ -144,7 +143,7 @@ def measure(run_dir: Path) -> dict[str, int]:
 
 
 def last_step(paths: Iterable[str], *, default: int = -1, before: float = math.inf) -> int:
-    """Return the newest step, less than `before`, of the checkpoints among `paths`.
+    """Return the newest step below `before` of the checkpoints among `paths`.
 
     Without such a checkpoint, return `default`.
     """
@@ -154,9 +153,9 @@ def last_step(paths: Iterable[str], *, default: int = -1, before: float = math.i
 
 
 def delete_entry(run_dir: Path, path: str) -> None:
-    """Delete a checkpoint or the image of a version; the ledger deletes group files.
+    """Delete a checkpoint or the image of a version. The ledger deletes group files.
 
-    What cannot be deleted stays, and counts.
+    A failure is ignored: the entry stays, and its size still counts.
     """
     if _CHECKPOINT.fullmatch(path):
         shutil.rmtree(run_dir / path, ignore_errors=True)

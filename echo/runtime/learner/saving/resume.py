@@ -1,12 +1,12 @@
 """Start or resume of a run, from the newest checkpoint and the ledger.
 
 After a crash the run continues from the newest checkpoint in a new lineage. The ledger has the
-groups that were accepted but not trained on up to that checkpoint. If such a group may still be
-trained on, it returns to the buffer. Otherwise it ends with a reason. Groups that were granted but
+groups that were accepted but not trained on up to that checkpoint. A group that may still be
+trained on returns to the buffer. Any other group ends with a reason. Groups that were granted but
 not delivered become leases again. A worker that still has such a group claims it with its next
 heartbeat. If no worker claims the group, its lease expires and the group is granted again. All
-later checkpoints are deleted, because their steps do not belong to the new lineage. Files that the
-run was about to delete when it crashed are deleted, too.
+later checkpoints are deleted, because their steps do not belong to the new lineage. Files that were
+recorded as removed before the crash are deleted, too.
 
 Damaged files are not used. If a checkpoint is damaged, the checkpoint before it is used, and the
 steps between the two are made again. A damaged group ends as "lost", and another group is granted.
@@ -56,25 +56,25 @@ class StartingPoint:
     lineages: tuple[Lineage, ...]
     step: int = 0
     checkpoint: Path | None = None
-    """Directory with the trainer state to load; None for the initial weights."""
+    """Directory with the trainer's state; None for the initial weights."""
     next_group_id: int = 0
     finished: set[int] = field(default_factory=set)
     open_attempts: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Granted groups without a result: group id -> attempt -> worker id."""
+    """For each granted group without a result: the worker's id by attempt."""
     buffered: list[Group] = field(default_factory=list)
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
-    """Accepted groups that can no longer be trained on: group id -> reason."""
+    """Reasons of accepted groups that can no longer be trained on, by group id."""
     num_too_old_tokens: int = 0
-    """Number of accepted tokens that are no longer trained on because of their age."""
+    """Number of accepted tokens that are too old to be trained on."""
     losses: list[str] = field(default_factory=list)
-    """Log lines, one for each group that could not be read from the ledger and ends as "lost"."""
+    """Log lines, one for each group that could not be read from the ledger."""
     damage: tuple[str, ...] = ()
-    """Texts of the faults of checkpoints newer than `checkpoint`, the newest first."""
+    """Fault messages of damaged checkpoints newer than `checkpoint`, newest first."""
     removed: tuple[str, ...] = ()
-    """Paths that the last lineage has removed, or has not come to delete before its end."""
+    """Paths that the last lineage recorded as removed; some may still exist."""
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Node id -> bytes per second that the node could send, as measured before."""
+    """Measured bytes per second that each node could send, by node id."""
 
     @property
     def lineage(self) -> int:
@@ -82,7 +82,7 @@ class StartingPoint:
         return self.lineages[-1].lineage
 
     def enter_leases(self, leases: LeaseBook, *, now: float) -> None:
-        """Add the former leases to `leases`; their workers claim them, or they expire."""
+        """Add the former leases to `leases`, where workers can claim them before they expire."""
         for group_id, holders in sorted(self.open_attempts.items()):
             leases.restore(group_id, holders, now=now)
 
@@ -92,7 +92,7 @@ def check_unused(run_dir: Path) -> None:
 
     Raises:
         ConfigError: if the directory contains a run.
-        StorageError: if the ledger in it cannot be read.
+        StorageError: if the directory's ledger cannot be read.
     """
     if has_begun(run_dir):
         raise _holds_a_run(run_dir)
@@ -106,17 +106,17 @@ def _holds_a_run(run_dir: Path) -> ConfigError:
 
 
 class SavedRun:
-    """The ledger and the checkpoints of a new run, or of a run to resume."""
+    """The ledger and the checkpoints of a new run or of a run to resume."""
 
     def __init__(self, ledger: LedgerQueue, checkpoints: Checkpoints) -> None:
         self.ledger = ledger
         self.checkpoints = checkpoints
 
     def begin(self) -> StartingPoint:
-        """Return the starting point of a new run; `enter` writes it to the ledger.
+        """Return the starting point of a new run. `enter` writes it to the ledger.
 
         Raises:
-            ConfigError: if the ledger has records of a run already.
+            ConfigError: if the ledger already has records of a run.
         """
         if self.ledger.num_records:
             raise _holds_a_run(self.ledger.run_dir)
@@ -125,14 +125,14 @@ class SavedRun:
     def recover(
         self, *, run_id: str, max_staleness: int, trims_stale: bool = False
     ) -> StartingPoint:
-        """Return the starting point at the newest undamaged checkpoint; `enter` writes it.
+        """Return the starting point at the newest undamaged checkpoint.
 
-        With `trims_stale`, tokens that have grown too old are masked, and their group is kept for
-        its other tokens.
+        `enter` writes the starting point to the ledger. If `trims_stale` is true, tokens that are
+        too old are masked, and the group's other tokens are trained on.
 
         Raises:
             ConfigError: if there is no run to continue, or the checkpoint belongs to another run.
-            StorageError: if the ledger is damaged, or if all checkpoints are.
+            StorageError: if the ledger is damaged, or if all checkpoints are damaged.
         """
         run_dir = self.ledger.run_dir
         if not self.ledger.num_records:
@@ -164,7 +164,7 @@ class SavedRun:
         return start
 
     def _hold_trained(self, history: LedgerState, *, step: int) -> None:
-        """Keep the trained groups that a resume from an earlier kept checkpoint trains again."""
+        """Keep trained groups that are needed again if the run resumes from an older checkpoint."""
         oldest_step = min(
             (
                 each.step
@@ -180,7 +180,7 @@ class SavedRun:
     def _load_waiting(
         self, start: StartingPoint, history: LedgerState, *, max_staleness: int, trims_stale: bool
     ) -> None:
-        """Add each accepted group without an end to the buffered groups, or to the ends."""
+        """Add each accepted, unfinished group to `start.buffered` or to `start.ends`."""
         for group_id, place in sorted(history.waiting.items()):
             try:
                 group = self.ledger.load(group_id, place)
@@ -209,7 +209,7 @@ class SavedRun:
                 start.num_too_old_tokens += group.num_trained if fault == "stale" else 0
 
     def enter(self, start: StartingPoint) -> None:
-        """Write a starting point's lineage to the ledger, once the run can begin.
+        """Write a starting point to the ledger once the run can begin.
 
         Groups in `start.ends` end. Checkpoints after the starting point are deleted.
 
@@ -228,10 +228,10 @@ class SavedRun:
             self.checkpoints.saved_step = start.step
 
     def _delete_again(self, start: StartingPoint) -> None:
-        """Delete what the last lineage has removed by its records, if it is still there.
+        """Delete files that the last lineage has recorded as removed, if they still exist.
 
-        If the newest checkpoints are damaged, the run may start from a checkpoint that was about to
-        be removed; this checkpoint and its groups stay.
+        If the run starts from one of these checkpoints, because newer ones are damaged, this
+        checkpoint stays.
         """
         self.ledger.delete_again(start.removed)
         for path in start.removed:
@@ -247,7 +247,7 @@ class SavedRun:
         resume: bool,
         log: logging.Logger,
     ) -> StartingPoint:
-        """Return the starting point, from `recover` if `resume` is true, else from `begin`.
+        """Return the starting point of a run: `recover` if `resume` is true, else `begin`.
 
         Damaged checkpoints and lost groups are logged.
         """
@@ -276,10 +276,10 @@ class SavedRun:
 
 
 def finished_step(run_dir: Path) -> int | None:
-    """Return the last step of a finished run; None if it is not finished.
+    """Return the last step of a finished run; None if the run is not finished.
 
-    A run also counts as unfinished in two cases: if the user has made `latest` name an earlier
-    checkpoint, or has deleted the directory `final` with the exported weights.
+    The run counts as unfinished, too, if the user has made `latest` name an earlier checkpoint, or
+    has deleted the directory `final` with the exported weights.
 
     Raises:
         EchoError: if the run's ledger cannot be read.
@@ -301,9 +301,9 @@ _uplinks_decoder = msgspec.json.Decoder(dict[NodeId, Rate])
 
 
 def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Logger) -> None:
-    """Write node id -> bytes per second to a file; log a warning if that fails.
+    """Write the measured rates of uplinks, bytes per second by node id, to a file.
 
-    Without the file a resumed run measures the rates again.
+    If this fails, a warning is logged, and a resumed run measures the rates again.
     """
     try:
         write_file(run_dir / UPLINKS_FILE, msgspec.json.encode(uplinks))
@@ -314,7 +314,7 @@ def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Lo
 def read_uplinks(run_dir: Path, *, log: logging.Logger) -> dict[str, float]:
     """Return the rates that `save_uplinks` wrote last; empty if there are none.
 
-    If the file cannot be read, a warning is logged and the result is empty.
+    If the file cannot be read, the result is empty and a warning is logged.
     """
     path = run_dir / UPLINKS_FILE
     try:

@@ -1,9 +1,8 @@
-"""Rollback: after a divergence the run is resumed from an earlier checkpoint.
+"""Rollback: resume a diverged run from an earlier checkpoint.
 
 A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
-a RolledBackError. The process then starts again with --resume (`cli/commands/node.py`). So a
-rollback is a resume like any other: a new lineage begins, and the later steps and checkpoints are
-void.
+a RolledBackError. The process then starts again with --resume (`cli/commands/node.py`). As after
+any resume, a new lineage begins, and the later steps and checkpoints are void.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class Rollback:
         return isinstance(error, StepError) and error.reason == "nonfinite_gradient"
 
     def find(self, error: EchoError, *, step: int) -> RolledBack | None:
-        """Return the record of a rollback at `step`, if `error` requires one.
+        """Return the record of a rollback at `step` if `error` requires a rollback, else None.
 
-        Otherwise return None. If the run has diverged but cannot be rolled back, the reason is
-        logged. This reads the disk, so it must be called in a thread.
+        If the run has diverged but cannot be rolled back, the reason is logged. The method reads
+        the disk, so call it in a thread.
         """
         if self._section.on_divergence != "rollback" or not self.is_divergence(error):
             return None

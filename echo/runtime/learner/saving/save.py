@@ -1,7 +1,7 @@
-"""Saves a whole run: its trainer's state, its ledger, and the measured rates of uplinks.
+"""Save a run: the trainer's state, the ledger, and the measured rates of uplinks.
 
-The ledger is synced before a checkpoint becomes visible (`checkpoint.py`). Afterwards the ledger
-records the checkpoint. `resume.py` reads all these files.
+The ledger is synced before a checkpoint becomes visible (`checkpoint.py`). Then the ledger records
+the checkpoint. `resume.py` reads these files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,19 @@ class StateSaver:
         disk: Pool,
         log: logging.Logger,
     ) -> None:
-        """Save the trainer's state, the ledger and the rates of uplinks that `role` knows.
+        """Save the trainer's state, the ledger, and the uplink rates measured by `role`.
 
-        `trainer_pool` and `disk` are the threads that write. `check` knows whether weights hold
-        NaN. `limit` removes what is old; it is None in a simulation, which has no files.
+        Args:
+            checkpoints: writes the checkpoints.
+            trainer: has the state to save.
+            ledger: records each checkpoint.
+            role: has the step, the lineage and the uplink rates.
+            check: knows whether weights are NaN.
+            limit: limits the size of the run's directory; None in a simulation, which has no files.
+            run_dir: the run's directory.
+            trainer_pool: the thread of the trainer, which writes checkpoints.
+            disk: the thread that writes the ledger.
+            log: the log of the node.
         """
         self._checkpoints = checkpoints
         self._trainer, self._ledger, self._role, self._check = trainer, ledger, role, check
@@ -61,7 +70,7 @@ class StateSaver:
 
     @property
     def has_to_save(self) -> bool:
-        """Whether the present weights are unsaved and not known to hold NaN."""
+        """Whether the present weights are unsaved, and no NaN was found in weights."""
         return self._checkpoints.saved_step != self._role.step and not self._check.has_failed
 
     def is_due(self, *, now: float) -> bool:
@@ -69,13 +78,13 @@ class StateSaver:
         return self._checkpoints.is_due(self._role.step, now=now)
 
     def expect_score(self, step: int) -> None:
-        """Keep the checkpoint of a step until the score of the step's evaluation is known."""
+        """Keep the checkpoint of a step until `score` is called for this step."""
         self._checkpoints.expect_score(step)
 
     async def score(self, step: int, score: float | None) -> None:
-        """Note the held-out score of a step; None if its evaluation gave no score.
+        """Record the held-out score of a step; None if the evaluation gave no score.
 
-        If the step's checkpoint is now the best, this is logged.
+        A new best checkpoint is logged.
         """
         try:
             is_best = await self._trainer_pool.run(self._checkpoints.score, step, score)
@@ -88,10 +97,10 @@ class StateSaver:
     async def save(self, *, now: float) -> EngineError | None:
         """Write a checkpoint.
 
-        If the checkpoint cannot be written, this is logged, and the previous one stays the newest.
+        If this fails, the failure is logged, and the previous checkpoint stays the newest.
 
         Returns:
-            The error that ends the run, if weights hold NaN; otherwise None.
+            The error that ends the run if weights are NaN; otherwise None.
         """
         role, checkpoints, ledger = self._role, self._checkpoints, self._ledger
         lineage, step = role.lineages[-1].lineage, role.step

@@ -1,7 +1,7 @@
-"""Evaluation: mean rewards on held-out prompts of a published version, sampled and greedy.
+"""Evaluation: mean rewards of a published version on held-out prompts, sampled and greedy.
 
-The evaluation has its own engine and thread, so training goes on meanwhile. All answers of an
-evaluation are sampled from the version that it was given.
+The evaluation has its own engine and thread, so training continues meanwhile. All answers of an
+evaluation are sampled from one version.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ if TYPE_CHECKING:
 
 
 FIRST_SEED = 1_000_003
-"""Seed of the first prompt: independent of run.seed, so that runs can be compared."""
+"""Seed of the first prompt. It does not depend on run.seed, so that runs can be compared."""
 
 
 SAMPLE_STRIDE = 0xD1B54A32D192ED03
-"""Difference between the seeds of consecutive answers to a prompt; it differs from SEED_STRIDE, the
-difference between the seeds of an episode's turns.
+"""Difference between the seeds of consecutive answers to a prompt.
+
+SEED_STRIDE, the difference between the seeds of an episode's turns, is another number.
 """
 
 
 MAX_SEED = 1 << 62
-"""Seeds are below this number, as those of leases are."""
+"""Upper bound of seeds, the same as for leases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +74,15 @@ class EvalResult:
     greedy_scores: PromptScores
     """Rewards of one greedy answer to each prompt; a failed reward counts as 0."""
     num_rewards: int
-    """Number of answers, including those whose reward failed or was None."""
+    """Number of answers, including those with a failed reward or a reward of None."""
     num_reward_errors: int
-    """Number of answers whose reward failed; each counts as 0 in the means."""
+    """Number of answers whose reward failed. Each counts as 0 in the means."""
     num_unscored: int = 0
-    """Number of answers for which the reward was None; the means leave them out."""
+    """Number of answers with a reward of None. The means leave them out."""
     error: str = ""
-    """The text of the last error of a reward; empty if no reward failed."""
+    """The message of the last reward error; empty if no reward failed."""
     samples: Sequence[TextSample] = field(default=(), compare=False)
-    """Sampled answers to the first prompts, which are the same prompts in every evaluation."""
+    """Sampled answers to the first prompts, which are the same in every evaluation."""
 
     @property
     def sampled(self) -> float:
@@ -95,7 +96,7 @@ class EvalResult:
 
     @property
     def part_means(self) -> dict[str, float]:
-        """Name of a part of the reward -> its mean over the sampled answers."""
+        """Mean of each part of the reward over the sampled answers, by the part's name."""
         return part_means(map(parts_of, self.scores.rewards))
 
     @property
@@ -105,13 +106,13 @@ class EvalResult:
 
     @property
     def has_figure(self) -> bool:
-        """Whether at least one reward succeeded, and neither mean is NaN."""
+        """Whether at least one reward succeeded and both means are numbers."""
         return self.num_reward_errors < self.num_rewards and not math.isnan(
             self.sampled + self.greedy
         )
 
     def metrics(self, task_name: str) -> dict[str, float]:
-        """Return the row for metrics.jsonl; it has no means if `has_figure` is false."""
+        """Return the row for metrics.jsonl. If `has_figure` is false, the row has no means."""
         row: dict[str, float] = {
             "eval/version": self.version.step,
             "eval/reward_errors": self.num_reward_errors,
@@ -160,11 +161,11 @@ class Answer:
 
     text: str
     reward: float | RewardError | None
-    """A number, the error of a reward that failed, or None if the task has no opinion."""
+    """A number, the error of a failed reward, or None if the task gave no reward."""
 
     @classmethod
     def of(cls, rollout: Rollout, text: TextCodec) -> Answer:
-        """Return a rollout that was scored, as an answer."""
+        """Return the answer of a scored rollout."""
         completion = text.decode(rollout.token_ids.tolist())
         if math.isnan(rollout.reward):
             return cls(completion, None)
@@ -181,7 +182,7 @@ def heldout_openings(
 ) -> list[Opening]:
     """Return the opening of each held-out prompt, with the seeds of its `num_samples` answers.
 
-    The seeds depend on nothing else, so every evaluation draws with the same seeds.
+    The seeds are the same in every evaluation.
     """
     return [
         Opening(
@@ -204,7 +205,7 @@ def result_of(
     greedy: Answers,
     text: TextCodec,
 ) -> EvalResult:
-    """Return the scores of the answers to all prompts: sampled ones, and a greedy one to each."""
+    """Return the scores of the sampled and greedy answers to all prompts."""
     rewards = [answer.reward for prompt in (*sampled, *greedy) for answer in prompt]
     errors = [reward for reward in rewards if isinstance(reward, RewardError)]
     return EvalResult(
@@ -229,7 +230,7 @@ def result_of(
 
 
 def _scores_of(answers: Answers) -> PromptScores:
-    """Return the rewards of all answers; a failed reward is 0, and one without opinion left out."""
+    """Return the rewards of all answers. A failed reward is 0; a reward of None is left out."""
     by_prompt = tuple(
         tuple(
             0.0 if isinstance(answer.reward, RewardError) else answer.reward
@@ -255,10 +256,10 @@ class Evaluator:
         num_samples: int = 1,
         runner: EpisodeRunner | None = None,
     ) -> None:
-        """Evaluate versions on held-out prompts: pairs of an example and its token ids.
+        """Evaluate versions on held-out prompts, which are pairs of an example and its token ids.
 
-        `num_samples` answers are sampled for each prompt. `runner` plays episodes of several turns.
-        It is None if an answer is a single turn.
+        `num_samples` answers are sampled for each prompt. `runner` plays episodes; None if the task
+        has no episodes.
         """
         self._engine = engine
         self._host = host
@@ -273,10 +274,7 @@ class Evaluator:
         tensors: Weights,
         watcher: Watcher = UNWATCHED,
     ) -> EvalResult | None:
-        """Return the mean rewards of a version; blocks.
-
-        None if the watcher stopped the call.
-        """
+        """Return the scores of a version, or None if the watcher stopped the call; blocks."""
         try:
             return self._evaluate(version, tensors, watcher)
         finally:
@@ -338,13 +336,16 @@ class Evaluator:
 class EvaluationSchedule:
     """Decides for each published version whether it is evaluated.
 
-    Not every step is published. So a version is due if its step, or an unpublished step directly
+    Some steps are not published. So a version is due if its step, or an unpublished step directly
     before it, is a multiple of the interval. A version is skipped while another evaluation runs.
-    The last step's version is never due, because the end of the run always evaluates it.
+    The last step's version is never due, because the end of the run evaluates it.
     """
 
     def __init__(self, *, interval_steps: int, max_steps: int) -> None:
-        """Evaluate every `interval_steps` steps, at least 1, of a run of `max_steps`."""
+        """Evaluate every `interval_steps` steps of a run of `max_steps` steps.
+
+        `interval_steps` is at least 1.
+        """
         self._interval_steps = interval_steps
         self._max_steps = max_steps
         self._seen_step: int | None = None
@@ -352,7 +353,7 @@ class EvaluationSchedule:
     def is_due(self, step: int, *, is_running: bool) -> bool:
         """Return whether to evaluate the version of `step`.
 
-        Must be called once per version, in order.
+        Call this method once per version, in order.
         """
         seen_step = step - 1 if self._seen_step is None else self._seen_step
         self._seen_step = step
@@ -386,20 +387,20 @@ class Evaluations:
         should_stop: Callable[[], bool],
         log: logging.Logger,
     ) -> None:
-        """Start with no evaluation running.
+        """Evaluate the versions that the schedule selects.
 
         Args:
             evaluator: computes the mean rewards of a version.
             schedule: selects the versions to evaluate.
             progress: gets the points of the held-out curves.
             follower: gets a row of metrics for each evaluation.
-            samples: gets some answers of each evaluation; None if no answers are wanted.
-            task_kind: the value of task.kind; its last part names the metrics.
+            samples: gets some answers of each evaluation; None if samples are switched off.
+            task_kind: the value of task.kind, whose last part is in the metrics' names.
             pool: the thread of the evaluator.
             spawn: starts a coroutine as a task of the node.
-            scored: function (step, score), called after each evaluation. The score is None if the
-                evaluation has none. `scored` is None if nothing needs the scores.
-            should_stop: returns whether to give up the running evaluation; called in its thread.
+            scored: function (step, score), called after each evaluation, or None. The score is None
+                if the evaluation gave none.
+            should_stop: returns whether to stop the running evaluation; called in its thread.
             log: gets a line for each evaluation.
         """
         self._evaluator, self._schedule = evaluator, schedule
@@ -413,7 +414,7 @@ class Evaluations:
         self._task: asyncio.Task[None] | None = None
 
     def published(self, publication: Publication) -> bool:
-        """Begin to evaluate a version that was just published, if it is due.
+        """Begin to evaluate a newly published version if the version is due.
 
         Returns:
             Whether the version was due.
@@ -427,7 +428,7 @@ class Evaluations:
         return True
 
     async def finish(self, last: Publication) -> None:
-        """Wait for the running evaluation, and evaluate the last version unless that was done."""
+        """Wait for the running evaluation, and evaluate the last version unless this was done."""
         if self._task is not None:
             await self._task
         if self._evaluated_step != last.manifest.version.step:
@@ -439,7 +440,7 @@ class Evaluations:
             await self._scored(publication.manifest.version.step, score)
 
     async def _measure(self, publication: Publication) -> float | None:
-        """Evaluate a version and report the result; return its score, or None."""
+        """Evaluate a version and report the result. Return the score; None if there is none."""
         version = publication.manifest.version
         began_at = asyncio.get_running_loop().time()
         try:

@@ -1,17 +1,17 @@
-"""Publication of versions: images, and the deltas and keyframes coded during training.
+"""Publication of versions: images, and the deltas and keyframes encoded during training.
 
-`VersionEncoder` codes a version in the forms that `weights/schedule.py` selects, and hands them to
-the broadcast:
+`VersionEncoder` encodes a version in the forms that `weights/schedule.py` selects, and passes them
+to the broadcast:
 
-    image --+--> delta against the previous version, if few words have changed: coded in threads,
+    image --+--> delta against the previous version, if few words have changed: encoded in threads,
             |    block by block; each segment is signed and sent as soon as it is ready
             +--> seal: the whole image is hashed and signed during training
                    +--> the image in full
-                   +--> a keyframe, if due, or a delta, if many words have changed: coded likewise
+                   +--> a keyframe if due, or a delta if many words have changed: encoded likewise
 
-So the size of the delta that nodes wait for depends on the number of changed words. The whole image
-is hashed after the delta, for nodes that join later and for audits. A version without a delta is
-sealed first. Versions are coded one at a time, in the order of publication.
+The whole image is hashed after the delta is sent, for nodes that join later and for audits. So
+nodes wait only for the delta, whose size depends on the number of changed words. A version without
+a delta is sealed first. Versions are encoded one at a time, in the order of publication.
 """
 
 from __future__ import annotations
@@ -82,29 +82,30 @@ class Publication:
     signed: SignedManifest | None
     """The signed manifest; None until the version is sealed."""
     manifest: Manifest
-    """The manifest; without chunk hashes until the version is sealed."""
+    """The manifest, without chunk hashes until the version is sealed."""
     memory: bytearray | memoryview
-    """The image, valid once `ready` is done; not overwritten while a reference to it exists."""
+    """The image, valid once `ready` is done. It is not overwritten while referenced."""
     ready: Future[CodedDelta | None] | None = None
-    """Done when the image is complete, with the delta if one was coded (see `VersionImage`); None
-    if the image was complete from the start.
+    """Done when the image is complete. The result is the delta, if a delta was encoded.
+
+    None if the image was complete from the start.
     """
 
     @property
     def image(self) -> bytearray | memoryview:
-        """The image's bytes; blocks until the copy from the GPU is complete."""
+        """The image's bytes. The call blocks until the copy from the GPU is complete."""
         _ = self.coded
         return self.memory
 
     @property
     def coded(self) -> CodedDelta | None:
-        """The delta against the last version, if it was coded with the image; blocks."""
+        """The delta against the last version, if it was encoded with the image; the call blocks."""
         return None if self.ready is None else self.ready.result()
 
     def sealed(
         self, hashes: Sequence[ChunkHashes], key: Ed25519PrivateKey, chunk_key: bytes = b""
     ) -> Publication:
-        """Return the publication with a manifest that is signed and has all chunk hashes.
+        """Return the publication with a signed manifest that has all chunk hashes.
 
         `chunk_key` decrypts the chunks. It is b"" if the chunks are not encrypted.
         """
@@ -128,9 +129,9 @@ def make_images(
 ) -> VersionImages:
     """Return the maker of a run's images.
 
-    If possible, the maker keeps the last image on the GPU, and finds the changed words there. It
-    needs space on the GPU (`fits_on_gpu`) and a run with deltas. Tensors are published in `dtype`.
-    Tensors named in `unrounded` keep their own dtype.
+    If the GPU has space (`fits_on_gpu`) and the run uses deltas, the maker keeps the last image on
+    the GPU and finds the changed words there. Tensors are published in `dtype`. Tensors named in
+    `unrounded` keep their own dtype.
     """
     # Imported here, and in other functions below, because a simulated learner has no torch.
     from echo.engine.weights import VersionImages
@@ -166,7 +167,7 @@ def make_publication(
 
 
 class ImageHelper(Protocol):
-    """Another process that shares the memory of images; its methods block."""
+    """Another process that shares the memory of images. Its methods block."""
 
     def code(
         self,
@@ -175,33 +176,30 @@ class ImageHelper(Protocol):
         blocks: Sequence[tuple[int, int, WordBytes]],
         /,
     ) -> list[CodedBlock]:
-        """Code the given blocks of an image against `base`, as `code_block` does."""
+        """Encode blocks of an image against `base`, as `code_block` does."""
 
     def hash(
         self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes, /
     ) -> ChunkHashes:
-        """Return the hashes of the given chunks of an image, as `hash_chunks` does."""
+        """Return the hashes of chunks of an image, as `hash_chunks` does."""
 
 
 class Images(Protocol):
-    """Makes images of versions one at a time, in one process or several."""
+    """Makes images of versions, one at a time, in one process or several."""
 
     @property
     def helpers(self) -> Sequence[ImageHelper]:
-        """The other processes, which code and hash parts of the images."""
+        """The other processes, which encode and hash parts of the images."""
 
     def prepare(self) -> bool:
-        """Return whether `make` would run without a wait.
-
-        If memory is lacking, begin to allocate it.
-        """
+        """Return whether `make` would start at once. If memory is missing, begin to allocate it."""
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version, made of these weights."""
+        """Return the image of a version with these weights."""
 
 
 class Publisher:
-    """Makes publications of the trainer's weights; its `coder` signs them."""
+    """Makes publications of the trainer's weights. Its `coder` signs them."""
 
     def __init__(
         self,
@@ -214,7 +212,7 @@ class Publisher:
     ) -> None:
         """Make versions of the run `identity` with the image maker `images`.
 
-        If `attribution` is not None, it keeps each image.
+        `attribution` keeps each image, if it is not None.
         """
         self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
@@ -223,14 +221,11 @@ class Publisher:
         self._attribution = attribution
 
     def prepare(self) -> bool:
-        """Return whether `make` would run without a wait.
-
-        If memory is lacking, begin to allocate it.
-        """
+        """Return whether `make` would start at once. If memory is missing, begin to allocate it."""
         return self._images.prepare()
 
     def make(self, weights: Weights, version: PolicyVersion) -> Publication:
-        """Return a publication of these weights, unhashed; called in the trainer's thread."""
+        """Return an unhashed publication of these weights. Called in the trainer's thread."""
         publication = make_publication(
             weights,
             version,
@@ -246,9 +241,9 @@ class Publisher:
 _log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20
-"""Image bytes of one segment; one core codes them in about twenty milliseconds."""
+"""Image bytes of one segment. One core encodes a segment in about twenty milliseconds."""
 DELTA_CHUNK_BYTES = 256 << 10
-"""Bytes of a chunk of a delta's payload: small chunks pass faster through a chain of nodes."""
+"""Bytes of a chunk of a delta. Small chunks pass faster through a chain of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +265,7 @@ def _gathered(under_way: _UnderWay) -> tuple[CodedBlock, ...]:
 
 
 class Coder:
-    """Codes images into deltas and keyframes, and seals versions, with a pool of threads."""
+    """Encodes images as deltas and keyframes, and seals versions, in a pool of threads."""
 
     def __init__(
         self,
@@ -280,10 +275,10 @@ class Coder:
         helpers: Sequence[ImageHelper] = (),
         num_threads: int | None = None,
     ) -> None:
-        """Sign with the learner's key; if `encrypts`, give each sent form its own key.
+        """Sign with the learner's key. If `encrypts` is true, each sent form gets its own key.
 
-        Each helper codes and hashes the same share as this process. This process uses `num_threads`
-        threads, by default one per core and at most 16.
+        Each helper encodes and hashes as large a share as this process. This process uses
+        `num_threads` threads, by default one per core and at most 16.
         """
         self._key = key
         self._encrypts = encrypts
@@ -297,7 +292,7 @@ class Coder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def seal(self, publication: Publication) -> Publication:
-        """Hash a version's image and return the signed version; blocks."""
+        """Hash a version's image, and return the signed version; blocks."""
         if publication.signed is not None:
             return publication
         key, made, image = self._draw_key(), publication.manifest, memoryview(publication.image)
@@ -316,11 +311,11 @@ class Coder:
         return secrets.token_bytes(KEY_BYTES) if self._encrypts else b""
 
     def segments(self, publication: Publication, base: Transfer | None) -> Iterator[CodedSegment]:
-        """Yield the coded segments of a delta, or of a keyframe if `base` is None.
+        """Yield the encoded segments of a delta, or of a keyframe if `base` is None.
 
-        While the caller handles a segment, the next segment is coded. A segment of a sealed version
-        has the hashes of the resulting image chunks. Otherwise it has the hashes of the base's
-        words that the segment changes.
+        While the caller handles a segment, the next segment is encoded. If the version is sealed, a
+        segment has the hashes of the resulting image chunks. Otherwise it has the hashes of the
+        base's words that the segment changes.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
@@ -355,7 +350,7 @@ class Coder:
         ]
 
         def submit(first: int) -> _UnderWay:
-            """Start to code the segment from block `first` on, here and in the helpers."""
+            """Start to encode the segment from block `first` on, here and in the helpers."""
             segment, every = blocks[first : first + per_segment], 1 + len(self._helpers)
             own = [self._pool.submit(code_block, old, image, block) for block in segment[::every]]
             return own, [
@@ -423,9 +418,9 @@ def _has_changed_little(base: Transfer, publication: Publication) -> bool:
 
 
 class VersionEncoder:
-    """Codes and publishes versions in the forms that the schedule selects.
+    """Encodes and publishes versions in the forms that the schedule selects.
 
-    A form is the full image, a keyframe, or a delta.
+    A form is the full image, a keyframe or a delta.
     """
 
     def __init__(
@@ -440,11 +435,11 @@ class VersionEncoder:
         clock: Callable[[], float],
         ledger: LedgerQueue | None = None,
     ) -> None:
-        """Start with no version published.
+        """Connect the parts that encode and send versions.
 
         Args:
             broadcast: sends versions to the nodes.
-            coder: codes deltas and keyframes, and seals versions.
+            coder: encodes deltas and keyframes, and seals versions.
             codec: the value of network.codec.
             pool: the thread that calls the coder.
             perform: carries out actions.
@@ -464,26 +459,26 @@ class VersionEncoder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no version is being coded."""
+        """Whether no version is being encoded."""
         return self._last is None or self._last.done()
 
     async def wait(self) -> None:
-        """Wait until the version that is being coded, if any, is sealed."""
+        """Wait until a version that is being encoded is sealed."""
         if self._last is not None:
             await asyncio.wait([self._last])
 
     async def publish(self, publication: Publication) -> asyncio.Task[None]:
-        """Begin to publish a version; return the task that codes and seals it.
+        """Begin to publish a version. Return the task that encodes and seals the version.
 
-        Waits until the previous version is coded. So the learner is never more than one version
-        ahead of its coder.
+        The call first waits until the previous version is encoded. So the learner is never more
+        than one version ahead of its coder.
         """
         await self.wait()
         self._last = self._spawn(self._make_forms(publication), name="encoded_versions")
         return self._last
 
     def _base(self, manifest: Manifest) -> Transfer | None:
-        """Return the version that a delta can be coded against, or None."""
+        """Return the version against which a delta can be encoded; None if there is none."""
         newest = self._broadcast.newest_complete
         if newest is None:
             return None
@@ -494,7 +489,7 @@ class VersionEncoder:
     async def _seal(self, publication: Publication) -> Publication:
         """Seal a version, record the seal, and offer the whole image to nodes.
 
-        To seal is to hash the image and to sign the hashes. Returns the sealed publication.
+        Sealing hashes the image and signs the hashes. Return the sealed publication.
         """
         publication = await self._pool.run(self._coder.seal, publication)
         manifest, signed = publication.manifest, publication.signed
@@ -538,10 +533,10 @@ class VersionEncoder:
         return offers | {item_id: item.num_bytes for item_id, item in encoded}
 
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
-        """Code one form and publish its segments; return its bytes.
+        """Encode one form and publish its segments. Return the form's bytes.
 
-        The form is a delta against `base`, or a keyframe if `base` is None. It is abandoned if its
-        first segment shows that it would save nothing. Then the result is 0.
+        The form is a delta against `base`, or a keyframe if `base` is None. If its first segment
+        shows that the form would save nothing, the form is abandoned and the result is 0.
         """
         manifest = publication.manifest
         item = (manifest.version, form_of(None if base is None else base.manifest.version))
@@ -574,7 +569,7 @@ class VersionEncoder:
 
 
 class PublishedVersions:
-    """Publishes the trainer's weights, and keeps a reference to the newest published version."""
+    """Publishes the trainer's weights, and keeps the newest published version."""
 
     def __init__(
         self,
@@ -592,20 +587,20 @@ class PublishedVersions:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Start with no version published.
+        """Connect the parts that publish versions.
 
         Args:
-            role: plans the broadcast; has the current lineage and step.
+            role: plans the broadcast, and has the current lineage and step.
             trainer: holds the weights.
             publisher: turns the weights into a publication.
-            encoder: codes and sends the version.
+            encoder: encodes and sends the version.
             commits: commits the ledger's record before the version is sent.
             pace: records when versions are published.
             ledger: records each published version.
             progress: counts the time that publishing takes.
             trainer_pool: the trainer's thread.
             report: passes an event to the role, and carries out the actions that the role returns.
-            wake: called when a version is coded and sealed, because the next version may be due.
+            wake: called when a version is encoded and sealed, because the next version may be due.
             clock: returns the loop's time, seconds.
         """
         self.newest: Publication | None = None
@@ -619,20 +614,17 @@ class PublishedVersions:
         self._wake = wake
 
     def prepare(self) -> bool:
-        """Return whether `publish` would begin at once.
-
-        No other version may be being coded or read.
-        """
+        """Return whether `publish` would begin at once: the encoder is idle, and memory is free."""
         return self._encoder.is_idle and self._publisher.prepare()
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights of the current step are published."""
+        """Whether the weights of the current step have been published."""
         newest = self.newest
         return newest is not None and newest.manifest.version.step == self._role.step
 
     async def publish(self) -> Publication:
-        """Publish the trainer's current weights and return the publication."""
+        """Publish the trainer's current weights, and return the publication."""
         began_at = self._clock()
         self._progress.begin("publishing", now=began_at)
         publication = await self.make_unpublished()
@@ -654,7 +646,7 @@ class PublishedVersions:
         await self._encoder.wait()
 
     async def make_unpublished(self) -> Publication:
-        """Return a publication of the trainer's current weights, without publishing it."""
+        """Return a publication of the trainer's current weights without publishing it."""
         # Wait until the previous version is coded: then only the previous version's image is in
         # memory, and the memory of older images can be reused.
         await self.wait()
@@ -662,5 +654,5 @@ class PublishedVersions:
         return await self._pool.run(self.make_version, version)
 
     def make_version(self, version: PolicyVersion) -> Publication:
-        """Return the trainer's current weights as a publication; called in the trainer's thread."""
+        """Return the trainer's current weights as a publication. Called in the trainer's thread."""
         return self._publisher.make(self._trainer.tensors(), version)

@@ -1,9 +1,9 @@
-"""Searches the weights for NaN after a worker could not sample from them.
+"""Search the weights for NaN after a worker could not sample from them.
 
-If a worker's model returns NaN for probabilities, the worker reports this, ends the group and goes
-on. The learner then checks the published version for NaN, once per version. The weights of every
-checkpoint are also checked before they are saved. If weights hold NaN, no worker can sample from
-them or from later ones. So they are not saved and the run ends.
+If a worker's model returns NaN probabilities, the worker reports this, ends the group and
+continues. The learner then checks the published version for NaN, once per version. The weights of
+every checkpoint are also checked before they are saved. If weights are NaN, no worker can sample
+from them or from later versions. So the weights are not saved and the run ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echo.wire.messages import BAD_LOGPROBS
 
 
 class WeightsCheck:
-    """Looks for NaN in versions of the weights, and describes what it found."""
+    """Searches versions of the weights for NaN, and describes the result."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class WeightsCheck:
         trainer: Pool,
         log: logging.Logger,
     ) -> None:
-        """Start with no version under suspicion; weights are read in the thread of `trainer`."""
+        """Start with no suspected version. Weights are read in the thread `trainer`."""
         self.is_due = False
         """Whether to examine the published weights: they may be the reason why a worker cannot
         sample.
@@ -51,16 +51,16 @@ class WeightsCheck:
         """Set `is_due` if a record says that NaN probabilities ended a group.
 
         Returns:
-            Whether the record says so.
+            Whether `is_due` was set.
         """
         is_suspect = isinstance(record, Discarded) and record.reason == BAD_LOGPROBS
         self.is_due |= is_suspect
         return is_suspect
 
     async def examine(self, published: Publication) -> str:
-        """Look for NaN in the published version; return the error text or "".
+        """Search the published version for NaN. Return the error text; "" without NaN.
 
-        A version is examined only once. After that the result is "".
+        A version is examined only once. Later calls return "".
         """
         self.is_due, version = False, published.manifest.version
         if version == self._examined:
@@ -73,7 +73,7 @@ class WeightsCheck:
         return found
 
     async def find(self, publication: Publication) -> str:
-        """Look for NaN or infinity in a version; return the error text or ""."""
+        """Search a version for NaN and infinity. Return the error text; "" if there are none."""
         # Only here: a simulated learner has no torch.
         from echo.engine.weights import find_nonfinite
 
@@ -84,10 +84,10 @@ class WeightsCheck:
         return self.describe(names, len(manifest.tensors), manifest.version)
 
     def describe(self, names: Sequence[str], num_tensors: int, version: PolicyVersion) -> str:
-        """Set `has_failed`; return the error text that names the NaN weights and a remedy.
+        """Set `has_failed`. Return an error text that names the NaN weights and a remedy.
 
         Args:
-            names: the names of the tensors that hold NaN or infinity, at least one.
+            names: the names of the tensors with NaN or infinity, at least one.
             num_tensors: number of tensors in the model.
             version: the version of these weights.
         """
