@@ -1,18 +1,19 @@
 """Settings of glibc's allocator and of oneDNN, and the return of freed memory.
 
 The process allocates and frees chunks of weights and activations all the time. By default glibc
-maps each large block and unmaps it when it is freed. The page faults cost more than the work on the
-block. So `tune` makes glibc keep freed blocks. Blocks of varying sizes fragment the heap, by
-gigabytes. So `give_back` returns the free memory after an evaluation. During and after a step a
-`Trimmer` returns free memory if the process has grown. This is needed because the temporary blocks
-of a layer lie between blocks that the layer keeps. The process of a small model does not grow, so
-it keeps its free memory. Otherwise page faults would take a third of each step.
+maps each large block and unmaps it when it is freed. The resulting page faults take more time than
+the work on the block. So `tune` makes glibc keep freed blocks. Freed blocks of varying sizes can
+fragment the heap by gigabytes. So `give_back` returns free memory to the system after an
+evaluation. During and after a step, a `Trimmer` returns free memory if the process has grown. With
+a small model the process does not grow, and the `Trimmer` returns nothing. If it returned memory
+anyway, page faults would take a third of each step.
 
 With other C libraries these functions do nothing.
 
-oneDNN multiplies 16-bit matrices on a CPU. For each of up to 1 024 shapes it caches generated code,
-and the weights in its own layout. Each sampling call brings new shapes. So a worker's memory would
-grow with each call. `bound_onednn` therefore lowers the number of cached shapes.
+oneDNN multiplies 16-bit matrices on a CPU. For each of up to 1 024 shapes, oneDNN caches generated
+code and a copy of the weights in its own layout. Each sampling call brings new shapes, so a
+worker's memory would grow with each call. `bound_onednn` therefore lowers the number of cached
+shapes.
 """
 
 from __future__ import annotations
@@ -30,17 +31,15 @@ SETTINGS: Mapping[str, tuple[int, int]] = {
     "mmap_threshold": (-3, _LARGEST_FROM_HEAP),
     "trim_threshold": (-1, _KEPT_BYTES),
 }
-"""Options of glibc that make it keep freed blocks. The key is an environment variable. The value
-has the option's number (malloc.h) and its setting.
-"""
+"""glibc options that keep freed blocks: name -> (number of the option in malloc.h, value)."""
 
 
 def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Make glibc keep freed blocks, about 64 MiB per busy thread.
 
     Args:
-        environment: environment variables of the process. If MALLOC_* or GLIBC_TUNABLES sets an
-            option there, the option is left unchanged.
+        environment: environment variables of the process. Options that MALLOC_* or GLIBC_TUNABLES
+            already set are left unchanged.
 
     Returns:
         The names of the options that were set.
@@ -58,10 +57,10 @@ def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables of oneDNN and of PyTorch's layer above it, which cache separately."""
+"""Environment variables that size the cache of oneDNN and PyTorch's own cache above it."""
 ONEDNN_SHAPES = 64
-"""Number of shapes whose code and weights oneDNN caches. A decoding step uses about 7 shapes, and
-the next step uses the same shapes.
+"""Number of shapes whose code and weights oneDNN caches. Every decoding step uses the same 7 shapes
+or so.
 """
 
 
@@ -79,15 +78,15 @@ def bound_onednn(environment: MutableMapping[str, str]) -> None:
 
 
 GROWN_BYTES = 256 << 20
-"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. With 64 MiB
-instead, a step would cause more page faults, and its peak memory would be hardly lower.
+"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. A smaller value
+would cause more page faults and hardly lower the peak memory.
 """
 
 
 def give_back() -> None:
     """Return freed memory to the system.
 
-    The call takes time in proportion to that memory.
+    The time grows with the amount of freed memory.
     """
     libc = _glibc()
     if libc is not None:

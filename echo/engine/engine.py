@@ -7,15 +7,15 @@ two tokens. A completion records the version that sampled each of its tokens.
 An engine that holds several versions side by side (`num_versions`) does not swap weights in flight.
 A call of `generate` samples from one version until it ends. `load` adds a version, and the calls
 that begin later sample from the added version. `generate` never waits for `load`. `load` waits for
-running calls only while it finds no version to unload.
+running calls only if they use every version that `load` could unload.
 
 After a swap, the engine's `kv_cache` setting decides what happens to the keys and values that the
 old weights computed. "recompute" runs the unfinished sequences through the new weights, so the next
 tokens have exactly the new version's distribution. The cost is one prefill of all unfinished
 sequences. "keep" continues at once with the old keys and values, so the next tokens come from a
 mixture of both versions. The log-probabilities of these tokens are still those of the distribution
-that the tokens were sampled from. But no single version reproduces them, so the learner computes a
-log-ratio other than 0 even with unchanged weights.
+that the tokens were sampled from. But no single version reproduces these log-probabilities. So the
+learner computes a nonzero log-ratio even with unchanged weights.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature allowed. vLLM would raise a lower temperature to this value, but the learner
-would not. So their log-probabilities would differ.
+"""Lowest temperature allowed. vLLM would raise a lower temperature to this value and the learner
+would not, so their log-probabilities would differ.
 """
 
 
@@ -85,8 +85,8 @@ class Sampling:
     """Number of most likely ids of each token to record, with log-probabilities; 0 records no ids.
     """
     min_tokens: int = 0
-    """Number of tokens before which a completion cannot end. Until then no stop id can be drawn,
-    and stop strings are ignored.
+    """Number of tokens that a completion must have before it can end. Until then no stop id can be
+    drawn, and stop strings are ignored.
     """
     stop: StopStrings | None = None
     """Texts that end a completion; None for none."""
@@ -109,7 +109,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn. Completions then record supports."""
+        """Whether top_k, top_p or min_p exclude tokens. Completions then record supports."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
@@ -154,7 +154,9 @@ class Request:
     prompt_ids: npt.NDArray[np.int32]
     """[P] token ids of the prompt, at least one."""
     seed: int
-    """Seed of this request's random choices. They do not depend on other requests of the batch."""
+    """Seed of this request's random choices. Other requests of the batch do not affect these
+    choices.
+    """
     prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[K] tokens of the completion from an earlier call, which this call continues. They count
     towards the token limit and are not returned again. The request needs a new seed: the old seed
@@ -300,8 +302,8 @@ class Engine(abc.ABC):
     window: int | None = None
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
     num_versions = 1
-    """Number of newest versions that stay loaded, so that calls can sample from each of them. If it
-    is 1, a running call continues with the next version that is loaded.
+    """How many of the newest versions stay loaded for sampling. If the number is 1, a running call
+    switches to each version that is loaded.
     """
 
     @property
@@ -318,14 +320,14 @@ class Engine(abc.ABC):
         fits, the engine first waits until an older version is unused.
 
         Args:
-            tensors: the weights by name; of tied tensors only one, under any of their names. The
-                engine may use their memory until the next version is installed, so the caller must
-                not change it.
+            tensors: the weights by name; of tied tensors only one, under any of its names. The
+                engine may use the memory of the tensors until the next version is installed, so the
+                caller must not change that memory.
             version: the version of these weights.
 
         Raises:
             EngineError: if the weights do not fit this model, or the engine cannot install them.
-                The engine then continues with the version before.
+                The engine then continues with the previous version.
         """
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
@@ -341,7 +343,7 @@ class Engine(abc.ABC):
             specs: the place of each tensor in the image.
 
         Raises:
-            EngineError: if the patch fails. The engine then samples from the version before, and
+            EngineError: if the patch fails. The engine then samples from the previous version, and
                 the image is unchanged.
         """
         raise EngineError("this engine takes whole versions only")
@@ -358,8 +360,8 @@ class Engine(abc.ABC):
         """Sample one completion for each request, in their order.
 
         Args:
-            requests: any number. They run in batches if memory cannot hold all at once. If memory
-                runs out nevertheless, this batch and all later batches become smaller.
+            requests: any number. If memory cannot hold all requests at once, they run in batches.
+                If memory still runs out, this batch and all later batches become smaller.
             sampling: settings of all requests.
             watcher: receives progress and decides whether to stop.
             version: the version to sample from; None for the newest. An engine that holds several
@@ -369,9 +371,9 @@ class Engine(abc.ABC):
                 the call.
 
         Raises:
-            EngineError: before any work if a prompt does not fit the model. Later if memory cannot
-                hold even one rollout.
-            VersionError: before any work if the version is not installed.
+            EngineError: if a prompt does not fit the model (raised before any work), or if memory
+                cannot hold even one rollout.
+            VersionError: if the version is not installed (raised before any work).
         """
 
     def holding(self, version: PolicyVersion) -> AbstractContextManager[object]:
@@ -403,7 +405,7 @@ class Engine(abc.ABC):
         return {}
 
     def can_sample(self) -> bool:
-        """Return whether the engine can still sample a token, after a call has raised."""
+        """Return whether the engine can still sample after a call raised an error."""
         request = Request("-1.probe", prompt_ids=np.zeros(1, np.int32), seed=0)
         try:
             self.generate([request], Sampling(1.0, 1.0, 0, 1, ()))
@@ -454,11 +456,11 @@ class Concurrency:
         self._num_failures = self._num_reported = 0
 
     def bounded(self, number: int) -> int:
-        """Return `number` of rollouts, or the limit if that is lower."""
+        """Return `number`, but not more than the limit."""
         return number if self.limit is None else min(number, self.limit)
 
     def halve(self, num_rollouts: int, *, why: str, numbers: str) -> None:
-        """Lower the limit to half of `num_rollouts` after a memory shortage. Log a warning.
+        """Lower the limit to half of `num_rollouts` after memory ran out, and log a warning.
 
         Raises:
             EngineError: if memory ran out with a single rollout.
@@ -552,7 +554,7 @@ class VersionSlot:
     """A loaded version, and the number of calls that use it."""
 
     serial: int
-    """Unique number of this load. If the same version is loaded again, it gets another number."""
+    """Unique number of this load. Loading the same version again gives a new number."""
     version: PolicyVersion
     num_calls: int = 0
     """Number of running calls that sample from the version."""
@@ -583,12 +585,12 @@ class VersionSlots:
 
     @contextmanager
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
-        """Yield a new slot and an old slot or None.
+        """Yield a slot for `version`, and the slot to unload or None.
 
-        The `with` block loads `version` into the new slot. The block must unload the version of the
-        old slot, which no call uses any longer. If there are fewer versions than the limit, there
-        is no old slot. Otherwise the old slot is the oldest unused one, but never the newest of
-        all. If the block raises, the new slot is discarded.
+        The `with` block loads `version` into the new slot and unloads the old slot's version, which
+        no call uses. While there are fewer versions than slots, no old slot is yielded. Otherwise
+        `load` waits until a slot other than the newest is unused, and yields the oldest unused
+        slot. If the block raises, the new slot is discarded.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)
@@ -617,7 +619,7 @@ class VersionSlots:
     def request(self, version: PolicyVersion | None) -> Iterator[VersionSlot]:
         """Yield the slot of `version`, and keep it loaded during the block.
 
-        None stands for the newest version.
+        If `version` is None, yield the newest slot.
 
         Raises:
             EngineError: if no version is loaded.

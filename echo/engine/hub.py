@@ -21,10 +21,10 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 def directory_here(model: ModelSection, *files: str) -> Path | None:
     """Return a model's local directory, or None.
 
-    The result is None if the local cache lacks one of the `files` of a hub model.
+    A hub model has a local directory only if the cache holds all of its `files`.
 
     Raises:
-        DataError: if the directory does not exist or holds no model. Also if the name is no valid
+        DataError: if the directory does not exist or holds no model, or if the name is not a valid
             hub id.
     """
     name = model.name or ""
@@ -67,9 +67,9 @@ def download(name: str, revision: str | None, key: str) -> Path:
 
 
 def ask(name: str, revision: str | None, *, key: str = "model.name") -> None:
-    """Raise at once if the hub lacks a model or cannot be reached.
+    """Check that the hub has a model, and raise at once if not.
 
-    A download would first retry for 30 s.
+    A download would retry for 30 s before it raises.
 
     Raises:
         DataError: if the hub has no model of that name, or cannot be reached.
@@ -92,7 +92,7 @@ def _errors(hub: ModuleType) -> tuple[type[Exception], ...]:
 def _cached(name: str, revision: str | None, *files: str, key: str = "model.name") -> Path | None:
     """Return a model's directory in the hub's cache, or None.
 
-    The result is None if the directory lacks one of `files`.
+    Return None if the directory lacks one of `files`.
 
     Raises:
         DataError: if the name cannot be the id of a model on the hub.

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA), trained and published in place of all weights.
 
 The weights of the base model do not change. Beside its weight [out, in], each target module has two
-small matrices A [rank, in] and B [out, rank]. It computes with weight + alpha / rank * B A. B
-starts at 0, so version 0 computes the same as the base.
+small matrices A [rank, in] and B [out, rank]. The module computes with weight + alpha / rank * B A,
+where `alpha` and `rank` are settings. B starts at 0, so version 0 computes the same as the base.
 
 The image of a version holds only A and B, under the names that peft gives them in its files. A
 worker reads the base from a directory. The hash of its weights (`base_digest`) must equal that of
@@ -53,7 +53,7 @@ PREFIX = "base_model.model."
 """Prefix of a module's name in peft's files."""
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
-"""Last part of the name of the module that holds the experts of a layer."""
+"""Last part of the name of the module with a layer's experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class Lora:
     head.
     """
     num_versions: int = 1
-    """Number of newest versions that training accepts; an engine keeps them side by side if memory
-    allows.
+    """How many of the newest versions training accepts. An engine keeps these versions side by side
+    if memory allows.
     """
 
 
@@ -115,7 +115,7 @@ def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Te
 def _inject(model: Any, lora: Lora) -> Any:
     """Add an adapter to a model, and return peft's configuration of the adapter.
 
-    In a mixture of experts, peft also adapts parameters that are no modules. It lists them in the
+    In a mixture of experts, peft adapts bare parameters, too, and lists their names in the
     configuration.
     """
     config = _peft_config(lora)
@@ -236,9 +236,9 @@ def export_adapter(
 ) -> None:
     """Write a directory that peft can load.
 
-    `assets` are further files, such as the tokenizer's.
+    `assets` are further files to write, such as the tokenizer's.
 
-    The directory appears under its name only once it is complete.
+    The directory gets its name only when it is complete.
 
     Raises:
         StorageError: if the disk is full or not writable. An earlier directory is kept.
@@ -275,9 +275,9 @@ def _peft_config(lora: Lora) -> Any:
 def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
     """Raise a ConfigError for target modules that are missing or cannot be adapted.
 
-    An adapter of the head would have no effect, since log-probabilities are computed from hidden
-    states and the head's own weight. Neither would an adapter of the embedding, which is looked up
-    and not multiplied.
+    Adapters of the head and of the embedding would have no effect. Log-probabilities are computed
+    from hidden states and the head's own weight, and an embedding is looked up instead of
+    multiplied.
     """
     head = model.get_output_embeddings()
     linear = {
@@ -356,8 +356,8 @@ def base_settings(
     """Return the base's name, revision and hash, to send to workers.
 
     Raises:
-        DataError: if the base's weights are missing or have changed since the run began. Also if
-            base.json, which records their hash, cannot be read.
+        DataError: if the base's weights are missing or have changed since the run began, or if
+            base.json with their hash cannot be read.
     """
     digest = base_digest(lora.base_dir)
     path = run_dir / "base.json"
@@ -398,8 +398,8 @@ def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
         settings: settings that the learner sent, with the facts of `base_settings`.
 
     Raises:
-        ConfigError: if no directory with the learner's hash is found, under the worker's name of
-            the base or under the learner's.
+        ConfigError: if neither the worker's base nor the base that the learner names has the
+            learner's hash.
     """
     tried = []
     for name, revision in (

@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 
 MAX_NAMES_LISTED = 5
 BUILDING = threading.Lock()
-"""Lock that is held while a model is built. transformers then disables initialisation and tying for
-the whole process. So a model that a second thread built would have untied weights.
+"""Lock that is held while a model is built. During a build, transformers disables initialisation
+and weight tying in the whole process. Without the lock, a model built in another thread would have
+untied weights.
 """
 
 
@@ -72,7 +73,7 @@ def model_class(config: Any) -> Any:
 
     Raises:
         DataError: if Echo cannot train and sample from this architecture; the message names the
-            architecture and a page that lists others.
+            architecture and a page with the supported architectures.
     """
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -94,7 +95,7 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def head_widths(layer: Any) -> tuple[int, int]:
-    """Return the widths of a head's keys and values, 0 and 0 without attention.
+    """Return the widths of a head's keys and values; (0, 0) if the layer has no attention.
 
     Args:
         layer: the layer's configuration as transformers reads it. transformers maps the names of
@@ -122,9 +123,8 @@ def has_towers(config: Any) -> bool:
 def drop_towers(model: Any) -> Any:
     """Delete a model's layers that text does not pass through.
 
-    The deleted layers read images or sound, or join them to the text. Echo does not use these
-    layers, so they need not take memory. The remaining layers keep their names, in memory and on
-    disk.
+    These layers read images or sound, or join them to the text. Echo does not use these layers, so
+    they would waste memory. The remaining layers keep their names, in memory and on disk.
     """
     base, decoder = model.base_model, model.get_decoder()
     if has_towers(model.config) and decoder is not base:
@@ -135,12 +135,12 @@ def drop_towers(model: Any) -> Any:
 
 
 def choose_attention(config: Any, wanted: str) -> str:
-    """Return transformers' name of a model's attention.
+    """Return the name of the attention implementation for a model.
 
     "auto" gives sdpa if it is correct for the model, otherwise eager.
 
     sdpa is not correct for a model that caps its attention logits. Older releases of transformers
-    do not report this, and silently leave out the cap.
+    silently ignore the cap.
     """
     if wanted != "auto":
         return wanted
@@ -213,7 +213,7 @@ def explain(error: BaseException) -> str:
 
 
 def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless names, shapes and tied values of weights fit the model.
+    """Raise if names, shapes or tied values of weights do not fit the model.
 
     Args:
         own: the model's state dict; names that share memory are tied.
@@ -283,8 +283,8 @@ def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | N
 def unrounded_names(model: Any | None) -> frozenset[str]:
     """Return the names of persistent float buffers, which are never rounded.
 
-    Such a buffer is no parameter. For example, a router chooses experts by a bias in float32. A
-    rounded bias would choose other experts.
+    For example, a router chooses experts by a bias in float32. A rounded bias would choose other
+    experts.
     """
     if model is None:
         return frozenset()
@@ -293,7 +293,7 @@ def unrounded_names(model: Any | None) -> frozenset[str]:
 
 
 def has_other_names_on_disk(model: Any | None) -> bool:
-    """Return whether a model's weight files use other names than in memory."""
+    """Return whether a model's tensors have different names in memory and in weight files."""
     return model is not None and bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
@@ -318,8 +318,8 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     (`unrounded_names`).
 
     Raises:
-        DataError: if weights are missing, damaged, or not in the format safetensors. Also if the
-            files of a model with other names on disk do not match the model.
+        DataError: if weights are missing, damaged, or not in the safetensors format. If
+            transformers reads the files, also if they do not match the model.
     """
     model = build_shapes(directory)
     tensors: Iterable[tuple[str, Tensor]] = read_tensors(directory)
@@ -349,8 +349,8 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
 def _is_for_transformers(directory: Path, model: Any) -> bool:
     """Return whether only transformers can read a directory's weight files.
 
-    This is so if transformers renames the tensors of the files, or if the files hold weights of the
-    model's towers. Otherwise safetensors suffices.
+    True if transformers renames the tensors of the files, or if the files hold weights of towers
+    (layers for images or sound). Otherwise safetensors suffices.
     """
     if not has_other_names_on_disk(model) and not has_towers(model.config):
         return False
@@ -420,8 +420,8 @@ def check_weight_files(directory: Path, model: Any) -> None:
         model: built from config.json; may be on the meta device.
 
     Raises:
-        DataError: if a file is missing or damaged. Also if a tensor is missing, has another shape,
-            or is unknown to its layer.
+        DataError: if a file is missing or damaged, or if a tensor is missing, has another shape, or
+            is unknown to its layer.
     """
     shapes, own = shapes_in(directory), model.state_dict(keep_vars=True)
     wrong = [
@@ -448,10 +448,10 @@ def check_weight_files(directory: Path, model: Any) -> None:
 
 
 def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
-    """Raise if the files have weights of a layer that the model lacks.
+    """Raise if the files hold additional weights for a layer of the model.
 
-    Without such weights a layer would compute other values than in the checkpoint's model. Weights
-    outside the model's layers may stay unused: a value head, or layers that predict further tokens.
+    A layer that ignored such weights would compute different values than in the checkpoint's model.
+    Weights outside the model's layers may stay unused, for example those of a value head.
 
     Args:
         directory: holds the weight files.
@@ -483,7 +483,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 def _with_prefix(names: Iterable[str], model: Any) -> set[str]:
     """Put the prefix of the model's base before each name.
 
-    A weight file of the base alone has names without this prefix.
+    The names in weight files of the base alone lack this prefix.
     """
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
@@ -545,7 +545,7 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the paths of the safetensors files of a model directory.
 
     Raises:
-        DataError: if there are none, or files that the index names are missing.
+        DataError: if there are no such files, or a file that the index names is missing.
     """
     index = directory / INDEX_FILE
     if index.is_file():
@@ -623,7 +623,7 @@ def model_digests(
 
 
 def model_digest(model_dir: Path) -> str:
-    """Return a hash of config.json, without origin, versions and dtype."""
+    """Return a hash of config.json, without the fields for origin, versions and dtype."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     fields = tokenization.drop_code(fields)
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
@@ -667,7 +667,7 @@ def vocab_size(model_dir: Path) -> int:
 
 
 def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Write a worker's inherited model files to `asset_dir`, and return it.
+    """Write the model files that a worker received to `asset_dir`, and return that path.
 
     Raises:
         DataError: if a JSON file cannot be parsed.
@@ -697,7 +697,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def pick_device(name: str) -> str:
-    """Return torch's name of a device.
+    """Return the torch device for a setting.
 
     "auto" is the first GPU, or the CPU if there is none.
 
@@ -760,8 +760,8 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 MIN_PRODUCT = 1 << 18
-"""Smallest number of weights in a layer's matrix for which bfloat16 is tried. In a smaller model
-the conversions and norms cost more than faster products save.
+"""Smallest number of weights in a layer's matrix for which bfloat16 is tried. In a smaller model,
+conversions and norms cost more time than faster products save.
 """
 MIN_GAIN = 1.5
 """Smallest speed-up over float32 at which bfloat16 is chosen. CPUs with instructions
@@ -769,8 +769,8 @@ for bfloat16 reach a speed-up of 2 to 10.
 """
 TIMED_ROWS = 64
 MAX_TIMED_WIDTH = 2048
-"""Largest width of the matrix that is timed: a larger matrix is cut to this width. The ratio of
-the two times stays the same, and a timing takes only milliseconds.
+"""Largest width of the timed matrix. A larger matrix is cut to this width, so that a timing takes
+only milliseconds. The ratio of the times stays the same.
 """
 NUM_TIMED = 5
 
@@ -780,8 +780,8 @@ def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], s
 
     The explanation is empty unless the dtype is bfloat16.
 
-    The function times a product of the model's own shape in both dtypes, alternately. The shortest
-    time counts, since other programs can only lengthen a time.
+    The function times a matrix product of the model's shape in both dtypes, alternately. It
+    compares the shortest times, because other programs can only lengthen a time.
     """
     try:
         facts = read_model_facts(directory)
@@ -818,8 +818,7 @@ def with_cpu_dtype(
 ) -> tuple[LearnerSection | WorkerSection, str]:
     """Resolve `dtype = "auto"` of a section for a CPU.
 
-    Also return a line about the choice, empty if there is nothing to report. For a GPU the section
-    is unchanged. A resumed run keeps its learner's first choice.
+    Return the section, and a line about the choice or "". For a GPU the section is unchanged.
     """
     if section.dtype != "auto" or pick_device(section.device) != "cpu":
         return section, ""
@@ -844,7 +843,7 @@ HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
 """Width of the tiny model's heads for vLLM: the smallest width that vLLM's attention on CPUs takes.
-The model then has half the number of heads, so that their total width is unchanged.
+The total width of all heads stays the same, so there are half the number of heads.
 """
 
 VOCAB_SIZE = 32

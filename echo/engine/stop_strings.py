@@ -25,7 +25,7 @@ class StopStrings:
 
     @property
     def num_tokens(self) -> int:
-        """Number of last tokens that `are_complete` must be given.
+        """Number of last tokens that `are_complete` needs.
 
         Each token has at least one byte, so a stop string has at most as many tokens as bytes. One
         more token is needed, since decoders treat the first token of a text differently.

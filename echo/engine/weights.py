@@ -1,9 +1,8 @@
 """Weights as tensors, as the image of a version, and as deltas.
 
 An image contains the tensors one after the other, sorted by name. Each tensor begins at a multiple
-of ALIGNMENT_BYTES, so a worker can use the tensor in place. Tensors that share storage are in the
-image once, under the name that the model registers first. An example is a head that is tied to the
-embedding.
+of ALIGNMENT_BYTES, so a worker can use the tensor in place. Tensors that share storage, such as a
+head tied to the embedding, appear once, under the name that the model registers first.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 _PATTERNS: dict[WordBytes, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Bytes of a word -> integer dtype, in which differences of bit patterns wrap around."""
+"""Bytes of a word -> integer dtype in which differences of bit patterns wrap around."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -91,12 +90,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def publish_image(
     state: Mapping[str, Tensor], dtype: str, *, unrounded: Set[str] = frozenset()
 ) -> tuple[tuple[TensorSpec, ...], bytearray]:
-    """Lay a state dict out as one byte image.
+    """Write a state dict into a new byte image.
 
     Args:
         state: tensors by name, on any device, in the order in which the model registers them.
-        dtype: "bfloat16", "float16" or "float32". Floating-point tensors are rounded to it, to
-            nearest even. Other tensors keep their dtype.
+        dtype: "bfloat16", "float16" or "float32". Floating-point tensors are rounded to this dtype,
+            to nearest even. Other tensors keep their dtype.
         unrounded: names of floating-point tensors that keep their dtype, too.
 
     Returns:
@@ -111,7 +110,7 @@ def publish_image(
 def lay_out(
     state: Mapping[str, Tensor], dtype: str, unrounded: Set[str] = frozenset()
 ) -> tuple[tuple[TensorSpec, ...], dict[str, Tensor]]:
-    """Return each tensor's place in a state dict's image, and the tensors.
+    """Return the place of each tensor in a state dict's image, and the tensors to write.
 
     Arguments as for `publish_image`.
     """
@@ -173,7 +172,7 @@ def write_image(
         tensors: the tensors by name, on any device.
         image: uint8 [num_bytes], on any device; the gaps stay as they are.
         is_beside: whether to return before the copies to the host are complete. The device's
-            current stream completes them.
+            current stream then completes the copies.
     """
     places, sources = list[Tensor](), list[Tensor]()
     for spec in specs:
@@ -253,7 +252,7 @@ class TensorChange:
     name: str
     where: Tensor | int
     """Indices of the changed elements in the flattened tensor. If the elements are contiguous, only
-    the index of the first.
+    the first index.
     """
     values: Tensor
     """New values of the elements, in the dtype of the image."""
@@ -337,12 +336,13 @@ def save_hf(
 ) -> None:
     """Write a directory that transformers' `from_pretrained` loads.
 
-    The directory appears complete or not at all. It replaces an earlier directory of this name.
+    The directory gets its name only when it is complete. It replaces an earlier directory of this
+    name.
 
     Args:
         directory: the directory to write.
-        model_dir_assets: files to put beside the weights, by name (`asset_files`). The dtype in
-            config.json is set to that of the tensors, so that loading rounds nothing.
+        model_dir_assets: further files to write, by name (`asset_files`). The dtype in config.json
+            is set to that of the tensors, so that loading rounds nothing.
         tensors: the weights. Of tied tensors only the first is written.
         max_shard_bytes: largest size of a file. Larger weights go to several files with an index.
 
@@ -358,7 +358,7 @@ def save_hf(
 
 @contextmanager
 def replaced(directory: Path, what: str) -> Iterator[Path]:
-    """Yield a new directory, which replaces `directory` unless the block raises.
+    """Yield a new directory. If the block succeeds, the new directory replaces `directory`.
 
     Raises:
         StorageError: if the disk is full or not writable. An earlier directory is kept.
@@ -476,7 +476,9 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 MIN_BLOCK_BYTES = 4 << 10
-"""Blocks with fewer bytes are coded on the host. Their header may be larger than the saving."""
+"""Blocks with fewer bytes are coded on the host. Compression might save less than their header
+takes.
+"""
 
 
 PIECE_BYTES = 128 << 20
@@ -504,10 +506,10 @@ class _Piece:
 
 
 class DeviceDelta:
-    """The changes between two images on one device, coded there block by block.
+    """The changes between two images on one device, coded block by block on that device.
 
-    The host first waits for the number of changes of each block. Then it waits for the changes,
-    once for each BATCH_BYTES.
+    The host waits once for the number of changes in all blocks. It then waits once per BATCH_BYTES
+    of changes.
     """
 
     def __init__(
@@ -746,14 +748,14 @@ class CodedDelta:
 
 @dataclass(frozen=True, slots=True)
 class VersionImage:
-    """The image of a version on the host, perhaps still in transfer."""
+    """The image of a version on the host, perhaps still incomplete."""
 
     specs: tuple[TensorSpec, ...]
     memory: memoryview
     """The image's bytes, valid once `ready` is done."""
     ready: Future[CodedDelta | None] | None = None
-    """Done when `memory` is complete. The result is the delta against the version before, if the
-    device has coded it, else None. If `memory` was complete at once, `ready` itself is None.
+    """Future that is done when `memory` is complete; None if `memory` was complete at once. Its
+    result is the delta against the previous version, or None if the device coded no delta.
     """
 
 
@@ -769,8 +771,8 @@ class VersionImages:
     """Makes the image of each version, one after the other."""
 
     helpers = ()
-    """Processes that map the images and help to code them. Only a learner of several ranks has them
-    (`train/ranks/sharded_images.py`).
+    """Processes that map the images and help to code them. Only a learner with several ranks has
+    helpers (`train/ranks/sharded_images.py`).
     """
 
     def __init__(
@@ -788,11 +790,11 @@ class VersionImages:
             dtype: dtype of the floating-point tensors in the image.
             block_bytes: image bytes per coded block.
             is_on_device: whether to keep the last image on the weights' device and find the changes
-                there. None does so only on a CUDA device.
+                there. If None, this is done only on a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
             copy_stream: copies images to the host. The trainer waits for the stream before it
-                changes the weights. Without a stream, and if the host finds the changes, `make`
-                returns only after the copy.
+                changes the weights. If there is no stream and the host finds the changes, `make`
+                itself waits for the copy.
         """
         self._dtype = dtype
         self._unrounded = unrounded
@@ -811,9 +813,9 @@ class VersionImages:
         self._memory = RecycledMemory(2, image_memory, max_pieces=KEEP_VERSIONS + 1)
 
     def prepare(self) -> bool:
-        """Return whether `make` can run without a wait.
+        """Return whether `make` can run without waiting.
 
-        If memory for the next image is lacking, begin to allocate it.
+        If memory for the next image is missing, start to allocate it.
         """
         if any(each is not None and not each.done() for each in (self._ready, self._growing)):
             return False
@@ -823,7 +825,7 @@ class VersionImages:
         return self._memory.has_free
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version, whose bytes may arrive later."""
+        """Return the image of a version. Its bytes may arrive later."""
         under_way: list[Future[Any] | None] = [self._ready, self._growing]
         wait([each for each in under_way if each is not None])
         specs, tensors = lay_out(weights, self._dtype, self._unrounded)
@@ -846,7 +848,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def device_of(self, weights: Weights) -> torch.device | None:
-        """Return the device on which changes are found, None for the host."""
+        """Return the device that finds the changes; None if the host finds them."""
         devices = {tensor.device for tensor in weights.values()}
         if len(devices) != 1 or self._is_on_device is False:
             return None
@@ -888,7 +890,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def _export(self, made: _Last, last: _Last | None) -> CodedDelta | None:
-        """Copy an image to the host. Return its delta if the device has coded it."""
+        """Copy an image to the host. Return the delta if the device has coded one."""
         # Without a stream the block runs as usual. When it ends, the device has run all of its
         # work.
         with torch.cuda.stream(self._comparing):
@@ -914,7 +916,7 @@ class VersionImages:
         return None
 
     def _follow(self, last: _Last, made: _Last, delta: DeviceDelta) -> CodedDelta:
-        """Make the host's image from the last image and a delta, and return the delta."""
+        """Apply a delta to the host's last image to make the new image. Return the coded delta."""
         held, memory = last.memory, made.memory
         with ThreadPoolExecutor(min(PACKERS, os.cpu_count() or 1), "changes") as pool:
             blocks = tuple(delta.encode(held, pool))

@@ -34,8 +34,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float64]:
     """Return a uniform number in [0, 1) for each seed.
 
-    The generator is a counter-based SplitMix64 (Steele, Lea and Flood, 2014). The seeds are mixed
-    first. Otherwise neighbouring seeds would have one stream, shifted by a step.
+    The generator is a counter-based SplitMix64 (Steele, Lea and Flood, 2014). The seeds are hashed
+    first. Otherwise neighbouring seeds would give the same stream, shifted by one step.
 
     Args:
         seeds: [B] seed of each stream.
@@ -52,7 +52,7 @@ def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float
 def bar_stops(
     logits: Tensor, sampling: Sampling, is_barred: npt.NDArray[np.bool_] | None
 ) -> Tensor:
-    """Return [B, V] logits with minus infinity for the stop ids of barred rows.
+    """Return [B, V] logits in which the stop ids of barred rows are minus infinity.
 
     If no row is barred, `is_barred` is None.
     """
@@ -68,8 +68,8 @@ def sampling_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the log-probabilities of the distribution that `sampling` draws from.
 
     Temperature is applied first, then min_p, top_k and top_p, as in vLLM. The result is
-    renormalised. Greedy sampling uses the plain softmax. top_k also keeps tokens that tie with its
-    last token.
+    renormalised. Greedy sampling uses the plain softmax. top_k also keeps tokens that are as likely
+    as the k-th token.
 
     Args:
         logits: [B, V] float32.
@@ -170,7 +170,7 @@ COMPACT_BELOW = 0.75
 class StaticBatch:
     """The rows that are sampled together, with their tokens and states.
 
-    `rows` maps each row of the current batch to its request. Compaction shortens it.
+    `rows` maps each row of the current batch to its request. `compact` shortens `rows`.
     """
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, window: int | None) -> None:
@@ -276,7 +276,7 @@ class StaticBatch:
         """Return the ids of each row: its prompt, then its K sampled tokens.
 
         Returns:
-            Ids [B, L + K] and the mask [B, L + K], or None if nothing is padded.
+            Ids [B, L + K], and the mask [B, L + K]. The mask is None if nothing is padded.
         """
         prompt = torch.from_numpy(self._prompt_of_request[self._rows])
         sampled = torch.from_numpy(self._token_ids[self._rows, : self.num_tokens].astype(np.int64))
@@ -290,9 +290,9 @@ class StaticBatch:
         return uniform_at(self._seeds, step)
 
     def is_barred(self, step: int) -> npt.NDArray[np.bool_] | None:
-        """Return whether each row forbids a stop id as token `step`, [B].
+        """Return [B] whether each row forbids stop ids as token `step`.
 
-        If a stop id is forbidden in no row, return None.
+        If no row forbids them, return None.
         """
         is_barred: npt.NDArray[np.bool_] = step < self._num_barred[self._rows]
         return is_barred if is_barred.any() else None

@@ -1,13 +1,13 @@
 """Engine that samples with a transformers model, wherever torch runs.
 
-It takes any causal language model directory with a config.json. The weights come through `load`.
+The engine takes the directory of any causal language model. The weights come through `load`.
 Shapes: B rows in the batch, U distinct prompts, L longest prompt, V vocabulary.
 
-A call of `generate` is divided into batches that fit the memory budget. In a batch every distinct
-prompt runs through the model once. Its keys and values are repeated for the rollouts of its group.
-All rows then advance together, one token at a time. Prompts of unequal length are padded on the
-left. Prompts of equal length need no mask. Ended rows are dropped from the batch when they are a
-quarter of it, so they cost at most a constant factor.
+A call of `generate` is divided into batches that fit the memory budget. In a batch, every distinct
+prompt runs through the model once. The prompt's keys and values are then copied for each rollout of
+the group. All rows then advance together, one token at a time. Prompts of unequal length are padded
+on the left. Prompts of equal length need no mask. Ended rows are dropped from the batch when they
+are a quarter of it, so they cost at most a constant factor.
 
 New weights are installed between two tokens, by the thread that generates. If the model computes on
 the CPU in the published dtype, nothing is copied. The parameters are then views of the version's
@@ -126,7 +126,7 @@ class Mailbox:
 
 
 SAMPLING_BYTES_PER_LOGIT = 32
-"""Bytes that sampling needs for each logit of a row. They hold the logit, its float32 copy, its
+"""Bytes that sampling needs for each logit of a row: for the logit, its float32 copy, its
 log-probability and probability, the float64 sum, and a margin.
 """
 
@@ -138,15 +138,16 @@ class TransformersEngine(Engine):
         model_dir: directory with config.json; weights in it are not read.
         device: "cpu", "cuda" or another torch device.
         dtype: the dtype to compute in: "float32", "bfloat16" or "float16".
-        rollout_bytes: memory for rollouts; one rollout is always allowed. None if no plan has set
-            memory aside. Weights and rollouts then take half of the memory that is free now.
+        rollout_bytes: memory for rollouts, in bytes; one rollout is always allowed. If None,
+            weights and rollouts together take half of the memory that is free now.
         is_beside: whether another thread computes on the same device at the same time. On a GPU the
             engine then uses its own CUDA stream. In a shared stream, each token would wait for all
             kernels of the other thread.
-        attn_implementation: transformers' name of the attention; "auto" is sdpa if supported.
+        attn_implementation: name of the attention implementation in transformers; "auto" is sdpa if
+            supported.
         num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
         kv_cache: what happens to cached keys and values when weights change between two tokens.
-        lora: shape of the adapters that `load` takes, and their base model, which replaces
+        lora: shape of the adapters that `load` takes, with the base model to use instead of
             `model_dir`. None if `load` takes all weights.
     """
 
@@ -208,8 +209,8 @@ class TransformersEngine(Engine):
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         """Install all weights of a version between two tokens; see `Engine.load`.
 
-        A tied tensor is given once, under any of its names. If the installation fails half way, the
-        previous version is installed again. So the engine keeps the tensors of that version.
+        Of tied tensors, pass only one, under any of its names. If the installation fails half way,
+        the engine installs the previous version again from the tensors that it kept.
         """
         check_weights(self._loadable(), tensors)
         with self._installed.swap(version), self._in_stream():
@@ -517,14 +518,14 @@ def _positions(mask: Tensor | None, shape: torch.Size) -> Tensor:
 def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the head's input as contiguous tensors.
 
-    transformers passes a slice of the states of all tokens. torch multiplies a slice row by row. In
-    16 bits on a CPU it also copies the head's whole weight for each row.
+    transformers passes a slice of all tokens' states, and torch multiplies a slice row by row. In
+    16 bits on a CPU, torch also copies the head's whole weight for each row.
     """
     return tuple(part.contiguous() for part in states)
 
 
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Replace row i of a cache by its present row `rows[i]`, for each i below B.
+    """Reorder a cache: row i becomes the present row `rows[i]`, for each i below B.
 
     An index may occur several times in `rows`, [B]. The method for beam search is used, because
     `batch_select_indices` of transformers leaves out the states of convolutions and of linear
@@ -536,8 +537,8 @@ def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers.
 
-    The largest layer counts twice. While its cache grows by a token, the old and the new copy exist
-    together.
+    The largest layer counts twice, because its cache exists in two copies while it grows by a
+    token.
     """
     widths = []
     for layer in layer_configs(config):

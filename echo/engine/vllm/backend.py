@@ -1,13 +1,13 @@
 """vLLM backends: vLLM in this process, or in processes of its own.
 
 `InlineBackend` runs vLLM in our own process, for tests and small workers. It starts in two seconds
-and starts no other process. Only one thread touches the engine, between two steps. Other threads
-put jobs into its queue and wait.
+and starts no other process. A single thread runs the engine's steps. Other threads put jobs into
+this thread's queue, and it runs these jobs between two steps.
 
 A process has at most one `InlineBackend` at a time, because vLLM keeps its process groups in
 globals. vLLM has three other effects on the process:
 
-* It disables `torch.set_num_threads`, which is restored here.
+* It disables `torch.set_num_threads`, which `InlineBackend` restores.
 * It creates a process group of size one.
 * It seeds torch's global generator, which our requests do not use.
 """
@@ -113,7 +113,7 @@ class BackendRequest:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [start, end) of a sample, and the tag of their weights."""
+    """Tokens [start, end) of a sample, and the tag of the weights that sampled them."""
 
     tag: str
     start: int
@@ -138,8 +138,8 @@ class BackendOutput:
     ids and the sampled token.
     """
     supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
-    """For each token, the ids that it could have been drawn from. None for a token if all returned
-    ids, and perhaps others, could have been drawn. If no ids were requested, the tuple is empty.
+    """For each token, the ids that it could have been drawn from. The entry is None if the returned
+    ids may be incomplete. The tuple is empty if no ids were requested.
     """
 
 
@@ -152,7 +152,7 @@ class Backend(abc.ABC):
 
     facts: Facts
     death: Death | None = None
-    """Why vLLM died; None until vLLM is found dead or is declared dead."""
+    """Why vLLM died; None while vLLM is not known to be dead."""
 
     @abc.abstractmethod
     def submit(self, request: BackendRequest) -> Future[BackendOutput]:
@@ -184,12 +184,12 @@ class Backend(abc.ABC):
         Raises:
             EngineWasDeadError: if vLLM had died before.
             EngineDeadError: if the update fails. The engine is unusable afterwards.
-            EngineError: if there is no space to hand the weights over. vLLM is unchanged.
+            EngineError: if there is no space for the file with the weights. vLLM is unchanged.
         """
 
     @abc.abstractmethod
     def find_placement_fault(self) -> str:
-        """Return why vLLM takes whole versions only, "" if it takes patches.
+        """Return why vLLM cannot take patches; "" if it can.
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
@@ -228,9 +228,10 @@ class Backend(abc.ABC):
 def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
     """Return vLLM's LoRARequest for the adapter of a slot.
 
-    vLLM identifies a loaded adapter by its number alone. If vLLM knows the number, it ignores the
-    directory and samples from the loaded weights. vLLM shares keys and values between requests
-    whose adapters have the same name and path. So each number and name is used once.
+    vLLM identifies a loaded adapter by its number alone. If an adapter with the same number is
+    already loaded, vLLM ignores the directory and uses the loaded weights. vLLM shares keys and
+    values between requests whose adapters have the same name and path. So each number and name is
+    used only once.
     """
     from vllm.lora.request import LoRARequest
 
@@ -292,7 +293,7 @@ def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[st
 
 
 def read_facts(vllm_config: Any) -> Facts:
-    """Return the sizes that a started vLLM has in its configuration."""
+    """Return the sizes in the configuration of a started vLLM."""
     return Facts(
         num_blocks=int(vllm_config.cache_config.num_gpu_blocks),
         block_size=int(vllm_config.cache_config.block_size),
@@ -563,13 +564,13 @@ HEADER_BYTES = 16 << 20
 def hand_over_adapter(
     backend: Backend, tensors: Mapping[str, Tensor], lora: Lora, slot: VersionSlot
 ) -> None:
-    """Write an adapter to a file and have vLLM load it, without a pause.
+    """Write an adapter to a file, and have vLLM load this file while it samples.
 
     Args:
         backend: the running vLLM.
         tensors: the adapter's tensors, by name.
         lora: shape of the adapter.
-        slot: the slot whose version the adapter is.
+        slot: the slot of the adapter's version.
 
     Raises:
         EngineDeadError: if vLLM has died.
@@ -609,9 +610,9 @@ def _directory_for(num_bytes: int) -> Iterator[Path]:
 
 
 class CrashReason:
-    """The file into which one vLLM writes its crash reason.
+    """The file in which vLLM records why it crashed.
 
-    The object also stores the number of processes that the kernel had killed at vLLM's start.
+    The object also stores how many processes the kernel had killed before vLLM started.
     """
 
     def __init__(self) -> None:
@@ -631,10 +632,10 @@ class CrashReason:
             os.environ.pop(VARIABLE, None)
 
     def read(self, *, was_killed: bool = False) -> str:
-        """Return why vLLM died, "" if this is not known.
+        """Return why vLLM died; "" if the reason is unknown.
 
         Args:
-            was_killed: whether one of vLLM's processes ended by SIGKILL.
+            was_killed: whether SIGKILL ended one of vLLM's processes.
         """
         with contextlib.suppress(OSError):
             text = self._path.read_text(encoding="utf-8")
@@ -795,7 +796,7 @@ class ProcessBackend(Backend):
             self._see_through(lambda: self._swap(weights, path, tag, clears_cache))
 
     def find_placement_fault(self) -> str:
-        """Return why a worker of vLLM cannot place a patch, "" if all can."""
+        """Return why a worker of vLLM cannot take patches; "" if all workers can."""
         found: list[str] = self._see_through(
             lambda: self._bounded(self._engine.collective_rpc("find_placement_fault"))
         )
@@ -816,8 +817,9 @@ class ProcessBackend(Backend):
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
-            EngineDeadError: if vLLM dies, does not answer, or fails. It may be half updated.
-            EngineError: if vLLM fails but lives, and `may_refuse` is set.
+            EngineDeadError: if vLLM dies, does not answer, or fails. Its weights may be partly
+                updated.
+            EngineError: if vLLM reports an error but still runs, and `may_refuse` is true.
         """
         if self._is_dead:
             raise EngineWasDeadError("it had died before")

@@ -1,17 +1,16 @@
-"""vLLM engine, whose weights are swapped while it runs.
+"""vLLM engine that swaps weights while it samples.
 
-A swap is a transaction. The engine checks the new weights against the model's shape. It hands them
-over while generation is paused briefly, by vLLM's own lifecycle. Then it probes them (`probe.py`):
+A swap is a transaction. The engine checks the new weights against the model's shape, pauses
+generation briefly, and sends the weights to vLLM. Then the engine probes the weights (`probe.py`):
 vLLM's log-probabilities of a prompt must match those of transformers under the same tensors. If
-they differ too much, the engine reinstalls the previous version and raises an error. An update that
-fails half way leaves the model with a mix of two versions. The engine then restarts vLLM with the
-last version that passed the probe, as after any other death of vLLM. The engine keeps the tensors
-of that version in host memory, and never on a GPU.
+they differ too much, the engine reinstalls the previous version and raises an error. If an update
+fails half way, the model has a mix of two versions. The engine then restarts vLLM with the last
+version that passed the probe, as it does whenever vLLM dies. The tensors of this version are kept
+in host memory, never on a GPU.
 
-A patch is a swap that hands over only the changed elements. The engine scatters these elements into
-vLLM's parameters, and then probes. If vLLM keeps weights in its own layout, the engine hands over
-whole versions instead. After a patch has failed the probe, all later versions are handed over
-whole.
+A patch is a swap that sends only the changed elements. They are scattered into vLLM's parameters
+and then probed. If vLLM keeps weights in its own layout, or after a patch has failed the probe, the
+engine sends whole versions instead.
 
 `kv_cache` decides whether running rollouts keep their keys and values across a swap; see
 `echo.engine.engine`.
@@ -137,7 +136,7 @@ class CacheCapacity:
             return True
 
     def give_back(self, num_blocks: int) -> None:
-        """Give one place and `num_blocks` blocks back."""
+        """Release one place and `num_blocks` blocks."""
         with self._lock:
             self._num_seqs += 1
             self._num_blocks += num_blocks
@@ -184,7 +183,7 @@ class Call:
         self._progressed_at = time.monotonic()
 
     def run(self) -> list[Completion]:
-        """Sample until all requests have ended or the watcher stops."""
+        """Sample until all requests have ended or the watcher stops the call."""
         try:
             while len(self._done) < len(self._requests):
                 self._is_stopping = self._is_stopping or self._watcher.should_stop()
@@ -247,7 +246,7 @@ class Call:
         )
 
     def _forget(self, running: _Running) -> None:
-        """Withdraw a request's announcement, in case vLLM never accepted the request."""
+        """Withdraw the stop-string search of a request that vLLM may never have accepted."""
         if self._sampling.stop is not None:
             from echo.engine.vllm.stops import forget_search
 
@@ -359,7 +358,7 @@ class Call:
     def _support_of(
         self, sample: BackendOutput, num_tokens: int, request: Request
     ) -> TokenSets | None:
-        """Return the supports of a sample's first tokens, None if all ids could be drawn."""
+        """Return the supports of a sample's first tokens; None if all ids could be drawn."""
         if self._num_ids:
             return self._engine.support_of(sample, self._num_ids)[:num_tokens]
         if not self._sampling.has_support:
@@ -409,9 +408,9 @@ def make_params(
 
 
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
-    """Return the `likely_ids` most likely ids of each token.
+    """Return each token's most likely ids, `sampling.likely_ids` of them.
 
-    vLLM also returns the sampled id if it is less likely. Such an id is left out.
+    vLLM also returns the sampled id if it is less likely than these. Such an id is left out.
     """
     sets = sample.likely
     assert sets is not None
@@ -428,9 +427,9 @@ def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
 log = logging.getLogger(__name__)
 
 FIRST_SET_IDS = 1024
-"""First number of most likely ids that vLLM is asked for at each token. It is multiplied by four
-each time a support has more ids. vLLM sends all of these ids, so a larger number would cost time
-for each token.
+"""Number of most likely ids that vLLM is asked for at each token, at first. Whenever a support has
+more ids, the number is multiplied by four. vLLM sends all of these ids, so a larger number would
+cost time for each token.
 """
 
 MAX_RESTARTS = 3
@@ -469,7 +468,7 @@ def _make_launcher(
     process: Process,
     num_threads: int,
 ) -> Launcher:
-    """Return vLLM's launcher; with LoRA it has space for as many adapters as memory allows."""
+    """Return vLLM's launcher. With LoRA, make space for the adapters that memory allows."""
     num_versions = Engine.num_versions
     if lora is not None:
         free = free_bytes(torch.device("cpu"))
@@ -511,8 +510,8 @@ class VllmEngine(Engine):
         demand: rollouts that the KV cache on a CPU is sized for; None to size it by free memory.
 
     Raises:
-        EngineError: if vLLM is not installed, or cannot run this model with these arguments. Also
-            if an argument has no effect.
+        EngineError: if vLLM is not installed, if vLLM cannot run this model with these arguments,
+            or if an argument has no effect.
     """
 
     is_continuous = True
@@ -587,8 +586,8 @@ class VllmEngine(Engine):
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         """Swap and probe weights while rollouts run.
 
-        If the probe fails, roll back. An adapter is loaded beside the others, while rollouts
-        continue.
+        If the probe fails, restore the previous version. Adapters are loaded beside each other,
+        while rollouts continue.
         """
         if isinstance(self._installed, VersionSlots):
             with self._installed.load(version) as (slot, unloaded):
@@ -689,7 +688,7 @@ class VllmEngine(Engine):
             return self._backend, None if self._clears_cache else self._tag
 
     def version_of(self, tag: str) -> PolicyVersion | None:
-        """Return the version with this tag, None if it failed the probe.
+        """Return the version with this tag; None if that version failed the probe.
 
         Raises:
             KeyError: while the probe of these weights runs.
@@ -719,7 +718,7 @@ class VllmEngine(Engine):
         return support
 
     def revive(self, backend: Backend) -> None:
-        """Restart vLLM, unless another thread has replaced the dead `backend`."""
+        """Restart vLLM if the dead `backend` has not been replaced yet."""
         with self._lock:
             if self._backend is backend:
                 self._restart()
@@ -742,7 +741,7 @@ class VllmEngine(Engine):
 
         Args:
             version: the version to name in errors.
-            install: hands the weights over and probes them; returns why the probe failed, or None.
+            install: sends and probes the weights; returns why the probe failed, or None.
             take_back: restores the image of the previous version.
         """
         with self._lock:
@@ -787,7 +786,7 @@ class VllmEngine(Engine):
         return self._hand_over(names_on_disk(self._probe.model, weights.tensors), weights)
 
     def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
-        """Hand over and probe weights or changes. Return why the probe failed, or None."""
+        """Send weights or changes to vLLM and probe them. Return why the probe failed, or None."""
         self._tag = tag = str(next(self._serials))
         self._backend.update(what, tag, clears_cache=self._clears_cache)
         fault = self._find_fault(self._backend, weights, tag)
@@ -801,8 +800,8 @@ class VllmEngine(Engine):
     ) -> str | None:
         """Write a patch to the image, and install the patched weights in vLLM.
 
-        If vLLM takes patches, only the changes are handed over and probed. If vLLM takes no
-        patches, or if this probe fails, all weights are handed over and probed.
+        If vLLM takes patches, send and probe only the changes. If vLLM takes no patches, or if this
+        probe fails, send and probe all weights.
 
         Returns:
             Why the last probe failed, or None.
@@ -824,7 +823,7 @@ class VllmEngine(Engine):
         return fault
 
     def _find_patch_fault(self) -> str:
-        """Return why vLLM gets whole versions, "" if it gets patches. Log a new reason."""
+        """Return why vLLM cannot take patches, or "" if it can. Log a new reason."""
         if self._is_misplaced:
             why = "a patch was found wrong"
         elif has_other_names_on_disk(self._probe.model):
@@ -887,7 +886,7 @@ class VllmEngine(Engine):
         self._num_restarts = 0
 
     def _add_adapter_alive(self, slot: VersionSlot, weights: _Installed) -> str | None:
-        """Load and probe an adapter, after a restart if vLLM was dead."""
+        """Load and probe an adapter. If vLLM is dead, restart it first."""
         while True:
             backend = self.current()[0]
             try:
@@ -922,7 +921,7 @@ class VllmEngine(Engine):
     # --- vLLM itself -----------------------------------------------------------------------------
 
     def _reinstall(self) -> str | None:
-        """Reinstall all weights that passed the probe. Return why the probe fails now, or None."""
+        """Reinstall the weights that passed the probe. Return why a probe now fails, or None."""
         for slot, weights in self._adapters.items():
             fault = self._add_adapter(self._backend, slot, weights)
             if fault is not None:

@@ -1,8 +1,8 @@
 """Launches of vLLM, with smaller arguments after a shortage of memory.
 
-* If memory runs out at vLLM's first start, fewer versions of the adapter are kept. If few versions
-  are left, or at a later start, the number of concurrent rollouts is halved.
-* If vLLM died of a shortage while rollouts ran, the number of rollouts and the KV cache are halved.
+* If memory runs out at vLLM's first start, fewer versions of the adapter are kept. If their number
+  cannot be lowered further, or at a later start, the number of concurrent rollouts is halved.
+* If memory runs out while rollouts run, the number of rollouts and the KV cache are halved.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Launcher:
 
         Args:
             arguments: vLLM's engine arguments; the launcher lowers some of them.
-            probe: probes the weights, in blocks of the KV cache.
+            probe: probe of the weights, which needs blocks of the KV cache.
             device: "cpu" or "cuda".
             process: "inline" runs vLLM in this process, "engine" in processes of its own.
             num_threads: CPU threads per operation; 0 for vLLM's choice.
-            num_versions: versions of the adapter to keep side by side; 1 without adapters.
+            num_versions: number of adapter versions to keep side by side; 1 without adapters.
         """
         self._arguments = arguments
         self._probe = probe
@@ -116,11 +116,11 @@ class Launcher:
         return facts.num_blocks - self._spare_blocks(facts)
 
     def _spare_blocks(self, facts: Facts) -> int:
-        """Return the number of blocks kept for vLLM itself (one) and for the probe."""
+        """Return the number of blocks reserved for vLLM itself (one) and for the probe."""
         return 1 + facts.blocks_of(self._probe.num_tokens + 1)
 
     def reduce(self, death: Death, facts: Facts) -> bool:
-        """Reduce concurrent rollouts and KV cache if vLLM died of a shortage of memory.
+        """Reduce concurrent rollouts and the KV cache if vLLM died because memory ran out.
 
         Returns:
             Whether the cause of the death is removed: rollouts were running, and fewer will run.

@@ -1,11 +1,11 @@
 """Places of a checkpoint's elements in a model of vLLM, and their changes.
 
 `trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
-records each copy that the loader would make. Suppose that a tensor is copied once, as a whole, into
-one contiguous piece of a parameter. It can then be changed element by element. Two further checks
-find changes that the recorded copies do not show. The bits in the model must equal those of the
-loaded tensor. No layer may keep a second form of its weights. If any check fails, the model takes
-whole versions only. This is so for experts, and for packed, quantised or sharded layers.
+records each copy that the loader would make. If the loader copies a tensor once, as a whole, into
+one contiguous piece of a parameter, patches can change the tensor in place. Two further checks find
+changes that the recorded copies do not show. First, the bits in the model must equal those of the
+loaded tensor. Second, no layer may keep a second form of its weights. If any check fails, the model
+takes whole versions only. Experts and packed, quantised or sharded layers fail a check.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _have_equal_bits(place: Tensor, tensor: Tensor) -> bool:
 # --- changes for vLLM -----------------------------------------------------------------------------
 
 MAX_COPY_BYTES = 512 << 20
-"""Most bytes of changes that are copied to a GPU at once. The changes of most versions take fewer
-bytes. A swap of a whole version takes more memory, for the largest layer.
+"""Largest number of bytes of changes that are copied to a GPU at once. The changes of most versions
+take fewer bytes.
 """
 
 _ALIGNMENT_BYTES = 8
@@ -149,7 +149,7 @@ _ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where the changes of one tensor lie in `JoinedChanges.data`."""
+    """The place of one tensor's changes in `JoinedChanges.data`."""
 
     name: str
     dtype: str
@@ -168,8 +168,8 @@ class _Piece:
 class JoinedChanges:
     """Changes of tensors in one piece of memory, for a single copy to a GPU.
 
-    Changes of the same tensor that follow each other are joined, so one scatter writes them. An
-    index takes 4 bytes, or 8 bytes if some index of the same tensor is 2^31 or more.
+    Consecutive changes of the same tensor are joined, so that one scatter writes them. An index
+    takes 4 bytes, or 8 bytes if some index of the same tensor is 2^31 or more.
     """
 
     data: Tensor

@@ -4,10 +4,10 @@ vLLM's log-probabilities of a prompt must match those that transformers computes
 the same tensors, independently of vLLM. Wrong weights cause a difference of tenths of nats per
 token. Examples are a tied head with its old weights, a missed layer and a transposed tensor.
 
-The prompt is a concatenation of NUM_TEXTS texts. Each is a fixed beginning that the model itself
-has continued greedily, so its tokens are likely. Rounding to 16 bits moves the log-probabilities of
-unlikely tokens (-15 nats) by tenths of nats, as much as wrong weights do. It moves those of likely
-tokens far less.
+The prompt is a concatenation of NUM_TEXTS texts. Each text is a fixed beginning and the model's own
+greedy continuation, so its tokens are likely. Likely tokens are needed because rounding to 16 bits
+hardly moves their log-probabilities. It moves the log-probabilities of unlikely tokens (-15 nats)
+by tenths of nats, as much as wrong weights do.
 
 The effect of rounding is measured when the prompt is made. It is the mean difference between the
 model in 16 bits and in float32, both computed by transformers. The allowed difference follows from
@@ -15,10 +15,10 @@ this measurement and has an upper bound (ALLOWED). Neither later versions nor vL
 the prompt becomes unlikely under the policy, a version that passed the probe generates a new
 prompt.
 
-A pass in float32 uses the same 16-bit weights and widens each for one operation. So the whole model
+A pass in float32 uses the same 16-bit weights and widens each for one operation, so the whole model
 is never held in float32. If this pass takes at most SPARED_S longer than a pass in 16 bits, every
-version is compared with it. Otherwise versions are compared with a pass in 16 bits. Before a
-deviating version is refused, it is compared with a pass in float32.
+version is compared with a float32 pass. Otherwise versions are compared with a 16-bit pass, and
+only a version that deviates is compared again with a float32 pass.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ log-probabilities do not count in the mean.
 
 NUM_ROUNDINGS = 2.0
 """Allowed difference, as a multiple of the measured effect of rounding. vLLM rounds in another
-order, so its difference is 1.5 times that effect (bench/bench_probe.py measures both).
+order and so differs by 1.5 times that effect (bench/bench_probe.py).
 """
 
 ALLOWED = {"float32": (2e-4, 2e-4), "float16": (0.01, 0.03), "bfloat16": (0.05, 0.15)}
 """Lower and upper bound of the mean difference that is allowed, nats per token, by vLLM's dtype."""
 
 MAX_DRIFT = 1.0
-"""Nats per token by which the prompt may become less likely before a new prompt is made."""
+"""A new prompt is made when the prompt has become less likely by this number of nats per token."""
 
 SPARED_S = 1.0
-"""Seconds. A pass in float32 is made at each swap if it takes at most this much longer than in 16
+"""Each swap is checked in float32 if this takes at most this number of seconds longer than in 16
 bits.
 """
 
@@ -79,7 +79,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """The prompt, and the log-probabilities that one version's weights must give."""
+    """The prompt, and its expected log-probabilities under one version's weights."""
 
     prompt_ids: list[int]
     logprobs: npt.NDArray[np.float32]
@@ -179,7 +179,7 @@ class SwapProbe:
         Args:
             measured: the engine's log-probabilities of the prompt, [P - 1].
             expectation: the expected log-probabilities under the weights.
-            tensors: the weights, to compute the prompt again in float32 if need be.
+            tensors: the weights, with which the prompt is computed again in float32 if necessary.
         """
         expected, allowed = expectation.logprobs, expectation.allowed
         if measured.shape != expected.shape:
@@ -217,7 +217,7 @@ class SwapProbe:
         return self._mean(np.abs(one - other))
 
     def _mean(self, values: npt.NDArray[np.float32]) -> float:
-        """Return the mean of [P - 1] values, without the texts' beginnings."""
+        """Return the mean of [P - 1] values, leaving out the beginnings of the texts."""
         places = np.arange(1, len(values) + 1) % self._text_tokens
         return float(values[places >= START_TOKENS].mean())
 

@@ -80,15 +80,15 @@ REMEDIES = (
         "enforce_eager = true leaves out the compilation",
     ),
 )
-"""Patterns of the reasons for which vLLM fails to start, and the remedy for each pattern."""
+"""Patterns of messages of failed starts, and the remedy for each pattern."""
 
 
 MAX_REASON = 600
-"""Largest number of shown characters of a reason. Errors of compilers quote whole programs."""
+"""Number of characters of a reason that are shown. Compiler errors can quote whole programs."""
 
 
 def with_remedy(reason: str) -> str:
-    """Return the reason of a failed start on one line, with the remedy if known."""
+    """Return the reason for a failed start on one line, with the remedy if known."""
     text = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
     for pattern, remedy in REMEDIES:
         if re.search(pattern, reason):
@@ -97,9 +97,9 @@ def with_remedy(reason: str) -> str:
 
 
 def find_missing_compiler() -> str:
-    """Return what Triton lacks to compile its C code, "" if nothing.
+    """Return what Triton lacks to compile its C code; "" if nothing is missing.
 
-    vLLM may start nevertheless, because Triton's cache may hold the compiled code.
+    vLLM may still start, because Triton's cache may hold the compiled code.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -111,7 +111,7 @@ def find_missing_compiler() -> str:
 
 
 def find_missing_plugin() -> str:
-    """Return why vLLM's processes would not find Echo's plugin, or ""."""
+    """Return why vLLM's processes cannot find Echo's plugin; "" if they can."""
     points = metadata.entry_points(group=PLUGIN_GROUP)
     if not any(point.value == ENTRY_POINT for point in points):
         return (
@@ -130,9 +130,9 @@ def find_missing_plugin() -> str:
 def alone_on_gpus(num_gpus: int) -> Iterator[None]:
     """Hold a lock on each of the first `num_gpus` GPUs while vLLM starts on them.
 
-    vLLM measures the free memory of a GPU before and after a trial. A second vLLM that starts on
-    the same GPU meanwhile would make the first one fail, or give it a wrong share. The locks end
-    with the process.
+    vLLM measures the free memory of a GPU before and after a trial run. If another vLLM started on
+    the same GPU in between, the first start would fail or compute a wrong memory share. The locks
+    are released when the process ends.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(num_gpus)]

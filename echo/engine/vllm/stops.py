@@ -1,9 +1,9 @@
 """Stop strings in vLLM's front end.
 
-vLLM looks for stop strings while it turns tokens into text, and Echo's vLLM has no tokenizer. So
-Echo's own search takes the place of vLLM's. Requests are announced with `announce_search`.
-`search_stop_strings` makes the front end in this process create Echo's search for these requests.
-vLLM then ends such a request itself, after the token that completes the stop string.
+vLLM looks for stop strings while it turns tokens into text, but Echo runs vLLM without a tokenizer.
+So Echo's own search replaces vLLM's. `announce_search` stores the stop strings of a request.
+`search_stop_strings` makes vLLM's front end in this process use Echo's search for these requests.
+vLLM then ends such a request itself, after the token that completes a stop string.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANNOUNCED: dict[str, StopSearch] = {}
 
 
 def announce_search(request_id: str, search: StopSearch) -> None:
-    """Have vLLM search a request for stop strings.
+    """Have vLLM search the completion of a request for stop strings.
 
     The call must come before the request is submitted.
     """
@@ -43,7 +43,7 @@ def announce_search(request_id: str, search: StopSearch) -> None:
 
 
 def forget_search(request_id: str) -> None:
-    """Forget a request that vLLM may never have accepted."""
+    """Remove the search of a request that vLLM may never have accepted."""
     _ANNOUNCED.pop(request_id, None)
 
 
@@ -55,7 +55,7 @@ class StopDetokenizer(IncrementalDetokenizer):
         self._search = search
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Add tokens until one completes a stop string. Return a text then, otherwise None."""
+        """Add tokens. If a token completes a stop string, return a stop string, else None."""
         search = self._search
         for token in new_token_ids:
             self.token_ids.append(token)
@@ -68,7 +68,7 @@ class StopDetokenizer(IncrementalDetokenizer):
 
 
 def search_stop_strings() -> None:
-    """Replace a method of vLLM to search announced requests for stop strings.
+    """Replace a method of vLLM, so that it searches announced requests for stop strings.
 
     This changes vLLM's front end in the present process.
     """

@@ -3,8 +3,8 @@
 With `logprobs_mode="processed_logprobs"` vLLM returns the K most likely ids of each token after
 temperature, min_p, top_k and top_p. An id that could not be drawn has -inf. So the ids with a
 finite log-probability are the support, if there are fewer than K. vLLM's own `return_sampling_mask`
-returns the supports directly. But it exists for GPUs alone, demands top_k for each request, and
-refuses the greedy requests of evaluations.
+returns the supports directly. But that option works only on GPUs, requires top_k in each request,
+and refuses the greedy requests of evaluations.
 
 vLLM would keep an object for each of the K log-probabilities until the request ends.
 `collect_supports` makes vLLM keep only the ids of the supports.
@@ -50,7 +50,7 @@ class SupportLogprobs(FlatLogprobs):
 
 
 def collect_supports() -> None:
-    """Replace a function of vLLM to record supports of `flat_logprobs` requests.
+    """Replace a function of vLLM, so that `flat_logprobs` requests record supports.
 
     This changes vLLM's front end in the present process.
     """

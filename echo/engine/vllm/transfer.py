@@ -2,12 +2,12 @@
 
 vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in each of its worker
 processes while generation is paused. If vLLM runs in our own process, the weights come from a
-dictionary. Otherwise they come from a safetensors file in shared memory. Each tensor goes from
-there directly to the device. vLLM fuses and shards tensors as its model requires.
+dictionary. Otherwise they come from a safetensors file in shared memory. Each tensor is copied from
+its source directly to the device. vLLM fuses and shards tensors as its model requires.
 
-The changes of a patch arrive in the same two ways, and reach the device by a single copy. There
-they are scattered into their places. The places are computed when the first whole version is
-loaded, and again if vLLM moves a parameter.
+The changes of a patch come from the same two sources and are sent to the device in a single copy.
+There the changes are scattered into their places in the parameters. The places are computed when
+the first whole version is loaded, and again if vLLM moves a parameter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HANDED_OVER: dict[str, Any] = {}
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Arguments for setting up the transfer. There are none."""
+    """The transfer is set up without arguments."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     """Name of a checkpoint's tensor -> the piece of a parameter that it fills."""
     _pointers: Sequence[int] = ()
     unplaced = "no version is loaded"
-    """Why the model takes whole versions only, "" if it takes patches."""
+    """Why the model cannot take patches; "" if it can."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Do nothing: there is no connection to open."""
@@ -109,12 +109,12 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its workers, to be called from outside their process."""
+    """Methods that vLLM adds to its workers, called from outside the worker's process."""
 
     weight_transfer_engine: TransferEngine
 
     def find_placement_fault(self) -> str:
-        """Return why this worker takes whole versions only, "" if it takes patches."""
+        """Return why this worker cannot take patches; "" if it can."""
         return self.weight_transfer_engine.unplaced
 
     def patch_weights(self, update_info: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Repack a tied head, since vLLM 0.32 does not do so on a CPU.
+    """Repack a tied head, because vLLM 0.32 on a CPU does not.
 
     On a CPU, vLLM keeps a packed copy of each linear layer's weights. It repacks the copy when the
     layer receives weights. A head tied to the embedding receives no weights itself, so its packed
@@ -145,10 +145,10 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 def _repack_experts(model: nn.Module) -> None:
-    """Repack the experts, since vLLM 0.32 does not do so on a CPU when it reloads weights.
+    """Repack reloaded experts, because vLLM 0.32 on a CPU does not.
 
-    vLLM's CPU kernel for experts reads their weights in its own order. vLLM brings them into this
-    order only at its start.
+    vLLM's CPU kernel for experts needs the weights in its own order. vLLM reorders the weights only
+    when it starts.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
