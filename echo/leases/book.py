@@ -1,12 +1,12 @@
 """Book of leases: which worker has a lease of which group, and when the lease expires.
 
-A lease gives one attempt at a group to one worker for a time. Progress renews the lease. The group
-of an expired lease waits to be granted again, before new groups (`leases/groups.py` has a table of
-these states). The first valid result of a group is accepted, whatever its attempt. A later result
-is a duplicate and does no harm.
+A lease gives one attempt at a group to one worker for a time. Progress renews the lease. When a
+lease expires, its group waits to be granted again, ahead of new groups (`leases/groups.py` has a
+table of these states). The first valid result of a group is accepted, whatever its attempt. A later
+result is a duplicate and does no harm.
 
-The book remembers an expired lease until its group ends. So a worker that still lists the lease
-does not bring it back. Until the group ends, the book also remembers the worker of each attempt.
+The book remembers an expired lease until its group ends. So the lease stays expired even if its
+worker still lists it. Until the group ends, the book also remembers the worker of each attempt.
 After a restart the ledger supplies these workers. The learner accepts a result or a failure of a
 group only from these workers.
 """
@@ -34,12 +34,12 @@ from echo.leases.groups import (
 LOST_WORKER = "(before the restart)"
 """Holder of a lease from before a restart, until a worker claims the lease."""
 MAX_WORKERS = 10_000
-"""Number of workers that are remembered: the newest ones, including workers that have left."""
+"""Number of newest workers that are remembered, including workers that have left."""
 
 
 @dataclass(slots=True)
 class LeasedWorker:
-    """The facts about a worker that decide its grants; each heartbeat updates them."""
+    """The facts that decide a worker's grants. Each heartbeat updates the facts."""
 
     node_id: str
     installed: PolicyVersion | None = None
@@ -48,13 +48,13 @@ class LeasedWorker:
     num_places: int = 0
     """Number of groups that the worker samples at the same time; 0 if unknown."""
     num_unknown: int = 0
-    """Number of leases that the worker still holds although they have expired or are unwanted."""
+    """Number of expired or unwanted leases that the worker still holds."""
     is_stuck: bool = False
     """Whether the worker holds expired or unwanted leases and shows no progress."""
     is_set_aside: bool = False
     """Whether the worker gets no groups because its groups are useless (`leases/usefulness.py`)."""
     num_waiting: int = 0
-    """Number of groups that wait at the worker to be continued."""
+    """Number of begun groups that wait at the worker."""
 
     def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
         """Return whether the worker takes leases and has a version in `usable`."""
@@ -113,7 +113,7 @@ class LeaseBook:
         return record.renewed_at + self.timeout_s if is_watched else None
 
     def group(self, group_id: int) -> OpenGroup:
-        """Return the open group of an id, or a new group for an unknown id."""
+        """Return the open group with this id, or a new group if the id is unknown."""
         return self._groups.get(group_id) or OpenGroup(group_id)
 
     # --- what is known of a worker ---
@@ -131,7 +131,7 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """Note, in a worker's leases from `now`, how many leases it holds."""
+        """Record, in leases granted at `now`, how many leases their worker holds."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:
@@ -175,16 +175,16 @@ class LeaseBook:
         return self.adopt(group_id, self.group(group_id).num_attempts, worker_id, now=now)
 
     def adopt(self, group_id: int, attempt: int, worker_id: str, *, now: float) -> LeaseRecord:
-        """Enter an attempt that a worker already holds, for example from before a restart."""
+        """Add the lease of an attempt that a worker already holds, as after a restart."""
         group = self._groups.setdefault(group_id, OpenGroup(group_id))
         self._handle(group, Leased(attempt, worker_id, now))
         return group.leases[-1]
 
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
-        """Enter a group from before a restart; `holders` maps attempts to workers.
+        """Add a group from before a restart; `holders` maps attempts to workers.
 
-        LOST_WORKER holds the lease of the newest attempt. This ends when the worker of the attempt
-        claims the lease, or when the lease expires.
+        LOST_WORKER holds the lease of the newest attempt until the attempt's worker claims the
+        lease, or until the lease expires.
         """
         self.adopt(group_id, max(holders), LOST_WORKER, now=now)
         self._groups[group_id].holders = dict(holders)
@@ -200,13 +200,13 @@ class LeaseBook:
             self._handle(group, GroupEnded())
 
     def revoke(self, record: LeaseRecord) -> None:
-        """End a lease; without another lease, its group waits to be granted again."""
+        """End a lease. If the group has no other lease, it waits to be granted again."""
         group = self._groups[record.group_id]
         event = LeaseEnded if len(group.leases) > 1 else LastLeaseEnded
         self._handle(group, event(record))
 
     def revoke_attempt(self, group_id: int, attempt: int) -> None:
-        """End the lease of an attempt, whichever worker holds it, if any."""
+        """End the lease of an attempt if a worker holds it."""
         for record in list(self.group(group_id).leases):
             if record.attempt == attempt:
                 self.revoke(record)
@@ -220,7 +220,7 @@ class LeaseBook:
         return late
 
     def give_back(self, group_id: int, attempt: int, worker_id: str) -> None:
-        """End a lease that its worker gives up; the group is granted again."""
+        """End a lease that its worker gives up, so that the group is granted again."""
         self.revoke_attempt(group_id, attempt)
         # The worker lists the lease until it receives the acknowledgement.
         self._groups[group_id].expired.add((attempt, worker_id))

@@ -1,4 +1,4 @@
-"""Checks of a worker's rollouts: whether they can have been sampled for their lease.
+"""Checks of a worker's rollouts: whether they can be the result of their lease.
 
 Each check returns the reason for refusing the rollouts, or None if they are valid.
 `core.rollout.find_fault` checks whether the rollouts are too old.

@@ -21,7 +21,7 @@ error.
     storing  -        -           -               !              closed
     closed   !        !           !               !              -
 
-The result of a waiting group may arrive after its lease has expired or its worker was given up. A
+The result of a waiting group may arrive after its lease has expired or its worker was dropped. A
 group that is being stored is not granted again, even if all of its leases end.
 """
 
@@ -35,7 +35,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
 
 MAX_ATTEMPTS = 20
-"""A group is ended after this number of grants, because it probably makes its workers fail."""
+"""A group ends after this number of grants, because it probably makes its workers fail."""
 
 
 class OpenState(StrEnum):
@@ -65,7 +65,7 @@ class LeaseRecord:
     is_confirmed: bool = False
     """Whether the worker has listed the lease in a heartbeat since the lease was last sent."""
     is_delivered: bool = False
-    """Whether the result is being judged or written; from then on the lease does not expire."""
+    """Whether the result has arrived. From then on the lease does not expire."""
     is_over: bool = False
     """Whether the lease has ended, for any reason."""
     running_s: float = 0.0
@@ -80,14 +80,14 @@ class LeaseRecord:
     rate: float = 0.0
     """Estimated tokens per second of the longest completion."""
     num_beside: int = 1
-    """Number of leases that the worker held right after it was granted this one."""
+    """Number of leases that the worker held right after the grant of this lease."""
     min_version: PolicyVersion | None = None
     """The oldest version that may sample the group; None for any version."""
     copy_of: int | None = None
     """The attempt that this lease copies, with the same seed (`leases/grants/dispatch.py`); None if
     it is no copy."""
     request: MoveRequest | None = None
-    """The request to the holder to give the lease up; None if none was made."""
+    """The request to the holder to give up the lease; None if no request was made."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class MoveRequest:
     at: float
     """Time at which the request was first made."""
     is_begun_too: bool
-    """Whether the holder is to give up the group even if it has begun to sample it."""
+    """Whether the holder must give up the group even after it has begun to sample."""
 
 
 # --- Events ---
@@ -255,14 +255,14 @@ class OpenGroup:
         return next((r for r in self.leases if (r.attempt, r.worker_id) == key), None)
 
     def others(self, attempt: int) -> list[LeaseRecord]:
-        """Return the leases of all attempts except the given one."""
+        """Return the leases of all other attempts."""
         return [record for record in self.leases if record.attempt != attempt]
 
     def was_granted(self, attempt: int, worker_id: str) -> bool:
         """Return whether this worker was granted this attempt.
 
-        If so, the learner accepts this worker's result, even if the lease has expired or the worker
-        was dropped since.
+        If so, the learner accepts this worker's result, even if the lease has since expired or the
+        worker was dropped.
         """
         return self.holders.get(attempt) == worker_id
 

@@ -1,10 +1,10 @@
-"""Mismatch of workers: whether a worker reports the log-probabilities that its model computes.
+"""Mismatch of workers: whether a worker's reported log-probabilities are those of its model.
 
-The learner computes the log-probability of every token that it trains on. So for each group it
-knows how far the worker's log-probabilities are from its own: `mismatch_kl`, nats per token. An
-honest worker has a mismatch above 0, because engines and data types round differently. Older
-weights increase it. So a worker is compared only with its equals, the workers of the same engine
-and data type. Each of its groups is compared only with their groups of the same staleness.
+The learner computes the log-probability of every token that it trains on. So the learner can
+measure how far the worker's log-probabilities of each group deviate: `mismatch_kl`, nats per token.
+An honest worker has a mismatch above 0, because engines and data types round differently. Older
+weights increase the mismatch. So a worker is compared only with its equals: workers of the same
+engine and data type. Each group is compared only with equals' groups of the same staleness.
 
 A worker is reported by name and set aside, like a useless worker (`leases/usefulness.py`), if all
 of these conditions hold:
@@ -12,11 +12,11 @@ of these conditions hold:
 * At least half of its last WINDOW trained groups can be compared. A group can be compared if at
   least two equals have MIN_EQUAL groups of the same staleness. So a fleet needs three workers.
 * The median ratio of its groups' mismatch to its equals' mismatch is at least TIMES.
-* Its median mismatch is above FLOOR, whatever the equals' mismatch is.
+* Its median mismatch is above FLOOR.
 
-Medians are used because the estimate is exponential in the difference at a single token. One token
-can raise the mean of fifty groups, and no honest worker may be set aside for that. Rewards are not
-compared, because they differ by prompt.
+Medians are used because the estimate grows exponentially with the difference at a token. So one
+token of an honest worker can raise the mean of fifty groups. Rewards are not compared, because they
+depend on the prompt.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS
 
 WINDOW = 50
-"""Number of newest trained groups by which a worker is judged."""
+"""Number of newest trained groups from which a worker's mismatch is computed."""
 MIN_EQUAL = 5
-"""Number of groups of one level of staleness that an equal needs to serve as a comparison."""
+"""Number of groups of one level of staleness that an equal needs for a comparison."""
 TIMES = 5.0
 """Least ratio of a worker's mismatch to its equals' mismatch at which the worker stands out."""
 FLOOR = 0.005
-"""Nats per token; a worker with a lower mismatch does not stand out.
+"""Mismatch in nats per token; a worker with a lower mismatch does not stand out.
 
-Honest workers have a mismatch of 0.001 with float32. With old weights or bfloat16 it is a few times
-as much.
+Honest workers have a mismatch of 0.001 with float32, and a few times more with old weights or
+bfloat16.
 """
 
 _Place = tuple[str, int]
@@ -65,7 +65,7 @@ class _Window:
 
 
 def level(staleness: float) -> int:
-    """Return the level of a staleness.
+    """Return the level (range of values) of a staleness.
 
     Values of one level differ by at most about a third.
     """

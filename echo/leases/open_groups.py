@@ -24,7 +24,7 @@ class AppendRecord(Action):
 
     record: Granted | Cancelled | Refused | Discarded
     worker_id: str = ""
-    """The worker that could not finish the group; empty if the group did not fail at a worker."""
+    """The worker at which the group failed; empty if the group did not fail at a worker."""
     cause: str = ""
     """The cause that this worker reports, followed by the traceback of the task's code, if any."""
 
@@ -73,7 +73,7 @@ class OpenGroups:
         return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def reach(self, group_id: int) -> None:
-        """Note that an id is granted or ended; new groups get higher ids."""
+        """Record that a group id is in use, so that new groups get higher ids."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
     def close(self, group_id: int) -> None:
@@ -107,7 +107,7 @@ class OpenGroups:
         """Check that the book and the ids agree; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they disagree.
         """
         self.leases.validate()
         for group_id in self.leases.group_ids:

@@ -73,7 +73,7 @@ class PartialRules:
     stale_tokens: StaleTokens = "keep"
     one_version: bool = False
     """Whether a single version samples each group. If so, an engine that holds one version gets
-    newer weights only once all its groups are finished.
+    newer weights only after all its groups are finished.
     """
     max_age: int = 1 << 30
     """Largest age of a token, in steps, when its rollout is continued."""
@@ -85,7 +85,7 @@ class PartialRules:
 
 @dataclass(frozen=True, slots=True)
 class FreshPartials:
-    """The members to continue, with the number of their masked or dropped tokens."""
+    """The members to continue, with the numbers of their masked and dropped tokens."""
 
     members: list[PartialRollout]
     num_masked: int
@@ -159,9 +159,11 @@ def _refresh_one(
 
 
 MAX_HELD_BYTES = 1 << 30
-"""Most bytes of shipped rollouts that are kept: at nine bytes per token, 100 million tokens."""
+"""Largest number of bytes of shipped rollouts that are kept: at nine bytes per token, 100 million
+tokens.
+"""
 _LIST_BYTES = 16
-"""Most bytes that encoding a list with one frame adds to the frame."""
+"""Largest number of bytes that the encoding of a one-frame list adds to its frame."""
 PARTIAL_COUNTS = (
     "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "too_old_tokens",
     "age_sum", "shipped",
@@ -172,7 +174,7 @@ PARTIAL_COUNTS = (
 def _split(
     leases: Sequence[Lease], begun: Sequence[bytes]
 ) -> Iterator[tuple[tuple[Lease, ...], list[bytes]]]:
-    """Yield the leases in parts that fit into a message, each with its members."""
+    """Yield parts of the leases, with their members, that each fit into one message."""
     start = num_bytes = 0
     for index, (lease, frame) in enumerate(zip(leases, begun, strict=True)):
         size = len(msgspec.msgpack.encode(lease)) + len(frame)
@@ -273,7 +275,7 @@ _SAVED_BYTES_PER_TOKEN = 4 + 4 + 1
 
 
 class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of a member other than its arrays."""
+    """The fields of a member without its arrays."""
 
     finish_reason: Word
     num_segments: Step
@@ -382,7 +384,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 
 def _checked_size(header: MemberHeader) -> int:
-    """Check a member's header alone; return the member's number of tokens."""
+    """Check a member's header; return the member's number of tokens."""
     size = sum(count for _, _, count in header.spans)
     if size > MAX_TOKENS:
         raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")

@@ -1,13 +1,12 @@
 """Reconciliation of a worker's leases: the list in its heartbeat is compared with the book.
 
-* If the worker does not list a lease that it should have by now, the lease is sent again.
-* A worker may no longer list a lease that it was asked to give up. Then the lease ends, and its
-  group is reserved for the worker that the request names.
-* If the worker lists a lease that the book does not have, the lease is entered in the book. The
-  learner may have been restarted, for example. There are three exceptions: the group has ended,
-  another worker continues the group, or the worker was not granted this attempt. Then the lease is
-  not entered, and the learner reports it to the worker as unwanted.
-* A listed lease that has expired is not entered again, but still occupies a place of its worker.
+* If the worker should have a lease by now but does not list it, the lease is sent again.
+* If the worker no longer lists a lease that it was asked to give up, the lease ends. The group is
+  reserved for the worker that the request names.
+* If the worker lists a lease that the book lacks, for example after the learner's restart, the
+  lease is added to the book. But the lease is reported to the worker as unwanted if the group has
+  ended, if another worker continues the group, or if the worker was not granted this attempt.
+* A listed lease that has expired stays expired, but still occupies a place of its worker.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Differences:
     lost: list[Lease] = field(default_factory=list)
     """Leases that the worker does not have; they are sent again."""
     unanswered: list[LeaseRecord] = field(default_factory=list)
-    """Leases that the worker was asked to give up and still has; it is asked again."""
+    """Leases that the worker was asked to give up and still has. The worker is asked again."""
     unwanted: list[tuple[int, int]] = field(default_factory=list)
-    """(group, attempt) of leases that the worker is to forget."""
+    """(group, attempt) of leases that the worker must drop."""
 
 
 class Reconciling:
@@ -143,9 +142,9 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Enter the leases that only the worker lists, unless they are unwanted.
+        """Add the leases that only the worker lists to the book, except unwanted leases.
 
-        The result is the (group id, attempt) of each unwanted lease.
+        Return the (group id, attempt) of each unwanted lease.
         """
         unwanted: list[tuple[int, int]] = []
         worker.num_unknown = 0

@@ -2,16 +2,16 @@
 
 `leases/groups.py` has the states of a group.
 
-* Only a worker that was granted the attempt named in its message, now or before, may end a group.
-  From any other worker the message is refused, and the lease stays as it is.
+* A worker may end a group only if it was at some time granted the attempt that its message names.
+  Messages from other workers are refused, and leases stay unchanged.
 * A group is acknowledged only in `stored`, when the ledger has the group.
 * The content of a group is checked against its lease: prompt, group size, finite numbers
   (`leases/checks.py`).
 * A group whose samples are too old or from an abandoned lineage is refused with this reason and
   granted again. The worker is notified and drops the result. Only the first refusal of a lease is
   recorded.
-* If several workers had a group, the first one that delivers it wins. The others are told to stop,
-  and this is recorded as well.
+* If several workers have a group, the first delivery is accepted. The other workers are asked to
+  stop, which is recorded as well.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from echo.wire.messages import (
 )
 
 MAX_FATAL = 3
-"""A group is ended once this many engines have become unusable while they sampled it."""
+"""A group ends once this number of engines have become unusable while they sampled the group."""
 MAX_CAUSE_LENGTH = 2600
-"""Number of characters kept from the end of the cause that a worker reports: a sentence and a
-traceback.
+"""A worker's reported cause (a sentence and a traceback) is cut to this number of characters at its
+end.
 """
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
@@ -218,14 +218,15 @@ class Results:
     def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
         """Return whether a worker may end a group.
 
-        The attempt must have been granted to it. If the group has ended already, any worker may.
+        If the group is open, the attempt must have been granted to this worker. If the group has
+        ended, the result is always true.
         """
         group = self._groups.leases.group(message.group_id)
         is_theirs = group.was_granted(message.attempt, node_id)
         return is_theirs or not self._groups.is_open(message.group_id)
 
     def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
-        """Refuse a message about an attempt that its sender does not have; end no lease."""
+        """Refuse a message about an attempt that was not granted to its sender."""
         self._counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
         notes = self._peer_faults.note(node_id, "not_leased", text, now=now)
@@ -297,9 +298,9 @@ class Results:
     # --- failures --------------------------------------------------------------------------------
 
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
-        """Grant a failed group again, or end it.
+        """Grant a failed group again, or end the group.
 
-        It ends if no other worker may be able to sample it.
+        The group ends if no other worker can be expected to sample it.
         """
         group = self._groups.leases.group(message.group_id)
         if group.is_storing or not self._groups.is_open(message.group_id):
@@ -329,7 +330,7 @@ class Results:
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
-        """End a lease whose group other workers may be able to sample; log a warning."""
+        """End a lease whose group other workers may be able to sample. Log a warning."""
         self._groups.leases.give_back(message.group_id, message.attempt, node_id)
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
@@ -350,7 +351,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """End these leases, record each end, and tell the holders to stop by an Ack."""
+        """End these leases, record each end, and ask the holders to stop with an Ack."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id

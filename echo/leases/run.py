@@ -1,4 +1,4 @@
-"""Inputs of the scheduler of leases: settings, the run's state, prompts, accepted groups."""
+"""Inputs of the lease scheduler: settings, the run's state, prompts, accepted groups."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class LeaseSettings:
     groups_per_step: int
     group_size: int
     max_completion_tokens: int
-    """Most completion tokens that a chain of a rollout may have, masked ones included."""
+    """Largest number of completion tokens in a chain of a rollout, masked tokens included."""
     vocab_size: int
     heartbeat_s: float
     max_zero_signal_groups: int
-    """Number of groups in a row from which nothing can be learned, after which the run ends."""
+    """The run ends when nothing can be learned from this number of groups in a row."""
     prompts_are_free: bool = False
-    """Whether rollouts may have other prompts than their leases, as rollouts of agents do."""
+    """Whether a rollout's prompt may differ from its lease's prompt, as with agents."""
     max_tree_tokens: int | None = None
-    """Most completion tokens that all chains of a rollout may have together; None if rollouts have
-    one chain.
+    """Largest number of completion tokens in all chains of a rollout together; None if rollouts
+    have one chain.
     """
     trims_stale: bool = False
     """Whether tokens beyond the staleness bound are masked; if not, a group with such tokens is
     refused.
     """
     hedge_factor: float | None = None
-    """A group is copied if the copy should be done this many times sooner than the original lease
-    (`leases/grants/dispatch.py`); if None, groups are copied only because of their age.
+    """A group is copied if the lease should take at least this number of times as long as the copy
+    (`leases/grants/dispatch.py`). If None, groups are copied only because of their age.
     """
     is_eager: bool = False
     """Whether groups are granted as early as admission allows, instead of just in time."""
@@ -50,7 +50,7 @@ class RunState:
     """The state of a run when its learner starts."""
 
     leases: LeaseBook
-    """The leases that workers hold, as far as the ledger shows after a restart."""
+    """The leases that workers hold according to the ledger, after a restart."""
     lineages: tuple[Lineage, ...]
     """The run's lineages so far, the present one last; each resume begins a lineage."""
     step: int = 0

@@ -1,6 +1,6 @@
 """Scheduler of leases: makes rounds of grants, and answers heartbeats.
 
-The scheduler holds the parts that decide, and carries out their decisions:
+These parts decide, and the scheduler carries out their decisions:
 
 * `open_groups`: which groups are open, and the book of their leases;
 * `admission`: how many groups may be granted;
@@ -42,12 +42,12 @@ from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 GRANT_S = 3e-4
 """Least time between two rounds of grants in a large fleet, in seconds per node.
 
-With 1000 nodes it is 0.3 s. Between two rounds the workers sample the groups in their queues.
+With 1000 nodes the time is 0.3 s. Between two rounds the workers sample the groups in their queues.
 """
 
 WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
-"""The reason why no worker can be granted a group for the next batch; "" if one can be granted, or
-if enough groups are granted or accepted.
+"""The reason why no worker can be granted a group for the next batch. The reason is "" if a worker
+can be granted a group, or if the batch needs no further group.
 """
 
 
@@ -160,7 +160,7 @@ class Scheduler:
     ) -> tuple[frozenset[PolicyVersion], bool]:
         """Return the installed versions that may sample a further group now.
 
-        The second result is true if not even the newest version may sample a further group.
+        The second result is true if the newest version may not sample a further group either.
         """
         quota = self.quota
         bounds = quota.bounds(workers)

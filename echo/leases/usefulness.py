@@ -6,18 +6,18 @@ dishonest worker that returns equal rewards need not sample. So it becomes the f
 gets most of the leases. Two rules prevent such a worker from stopping a run.
 
 **Set aside.** When a useful group arrives, each worker gets a credit. The credit is its share of
-the groups that were delivered since the previous useful group. A worker is set aside under two
-conditions. Its credits sum up to EXPECTED groups or more. The number of its useful groups is at
-most LEAST_SHARE of these credits. The worker then gets no groups for AWAY_S, and its count begins
-again. The number of an honest worker's useful groups scatters no more than Poisson's law says. So
-if 20 useful groups are expected, the probability of 2 or fewer is 5e-7. If the whole fleet learns
-nothing, no worker is credited, so none is set aside.
+the groups that were delivered since the previous useful group. A worker is set aside if its credits
+sum up to EXPECTED groups or more, and its useful groups are at most LEAST_SHARE of these credits.
+The worker then gets no groups for AWAY_S, and its count begins again. An honest worker's number of
+useful groups varies at most like a Poisson variable. So if 20 useful groups are expected, the
+probability of 2 or fewer is 5e-7. If the whole fleet delivers no useful group, no worker is
+credited, so no worker is set aside.
 
 **A quorum.** A run ends after `max_zero_signal_groups` groups in a row without a useful group. If
-one worker made nearly all of these groups, it gets no groups until the other workers have delivered
-a batch. So a fast worker cannot end the run between two useful groups of slower workers. If no
-other worker exists, or no other worker could sample for ALONE_S, the groups of this worker suffice.
-A group never counts if its worker is set aside.
+one worker made nearly all of these groups, this worker gets no groups until the other workers have
+delivered a batch. So a fast worker cannot end the run between two useful groups of slower workers.
+If no other worker exists, or no other worker could sample for ALONE_S, the groups of this worker
+suffice. Groups of a worker that is set aside do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from echo.core.units import format_duration
 from echo.leases.book import MAX_WORKERS
 
 EXPECTED = 20.0
-"""Number of credited useful groups that a worker needs before it is judged."""
+"""Number of credited useful groups before a worker may be set aside."""
 LEAST_SHARE = 0.1
 """A worker is set aside if its useful groups are at most this share of its credited groups."""
 AWAY_S = 600.0
@@ -71,9 +71,9 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful one that do not count towards the end.
+        """Number of groups since the last useful group that do not count towards the run's end.
 
-        The run ends after a number of groups without a useful one.
+        The run ends after `max_zero_signal_groups` counted groups without a useful group.
         """
         dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
         return self._num_void + dominant
@@ -85,7 +85,7 @@ class Usefulness:
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
         """Count a delivered group.
 
-        Return an operator's line for each worker that this sets aside.
+        If this sets workers aside, return one message per worker for the operator.
         """
         if not is_useful:
             if worker_id in self._away_until:
@@ -120,7 +120,7 @@ class Usefulness:
         )
 
     def exclude(self, worker_id: str, why: str, *, now: float) -> str:
-        """Set a worker aside for the reason `why`; return a line for the operator."""
+        """Set a worker aside for the reason `why`; return a message for the operator."""
         self._away_until[worker_id] = now + AWAY_S
         self._records.discard(worker_id)
         return (
@@ -138,7 +138,7 @@ class Usefulness:
         )
 
     def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
-        """Decide which workers are set aside; return the lines for the operator.
+        """Decide which workers are set aside; return the messages for the operator.
 
         Args:
             workers: name -> whether it can sample now.
@@ -173,7 +173,7 @@ class Usefulness:
     def _find_dominant(self, others: Collection[str]) -> str | None:
         """Set a worker aside if it made nearly all groups since the last useful group.
 
-        Returns a line for the operator; None if no worker was set aside.
+        Return a message for the operator; None if no worker was set aside.
         """
         counts = self._since_useful
         num_groups = sum(counts.values())

@@ -5,8 +5,8 @@ A lease is granted to a worker with installed step w while
     (S + w + 1) * B - (consumed + buffered + running) > 0        in groups
 
 S is the bound on staleness and B the number of groups per step. `consumed` is B times the number of
-finished steps. `buffered` counts the accepted groups that no finished step has used. The groups of
-a step under way are among them. `running` counts a group once, even if two workers run it.
+finished steps. `buffered` counts the accepted groups that no finished step has used, including the
+groups of the step under way. `running` counts a group once, even if two workers run it.
 
 The consumed, buffered and running groups are the promised groups. The left term counts the groups
 of all batches that may train on samples of version w. So a group is granted only if these batches
@@ -44,8 +44,8 @@ def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: i
 def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) -> int:
     """Return the step of the oldest version that may sample the next group.
 
-    It is the lowest w for which `most_promised` is above `num_promised`. `num_promised` is the
-    number of groups consumed, buffered or running.
+    This is the lowest step for which `most_promised` exceeds `num_promised`, the number of groups
+    consumed, buffered or running.
     """
     return max(0, num_promised // groups_per_step - max_staleness)
 
@@ -53,10 +53,9 @@ def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) 
 def oldest_version(
     lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
 ) -> PolicyVersion | None:
-    """Return the oldest version that may sample the next group; None if there is none.
+    """Return the oldest version that may sample the next group, or None.
 
-    Each lineage may have a version with the step `oldest_step`. Versions that a resume has
-    abandoned are left out.
+    Its step is `oldest_step`. Versions that a resume has abandoned are left out.
     """
     step = oldest_step(
         max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised
@@ -98,8 +97,8 @@ class Quota:
     def is_closed(self, newest: PolicyVersion | None) -> bool:
         """Return whether a round of grants would change nothing, whatever the workers hold.
 
-        In a fleet that is fast enough nearly all calls return true. All groups that admission
-        allows for the `newest` version are then granted already.
+        If true, all groups that admission allows for the `newest` version are granted already. In a
+        fast fleet, nearly all calls return true.
         """
         step = self.step if newest is None else newest.step
         return self.num_promised >= self.limit(step) and not self.is_batch_waiting
@@ -107,7 +106,7 @@ class Quota:
     def limit(self, installed_step: int) -> int:
         """Return the limit on promised groups for workers with the weights of `installed_step`.
 
-        These workers are granted no group once so many groups are promised.
+        Once this number of groups is promised, these workers are granted no further group.
         """
         return most_promised(
             max_staleness=self.max_staleness,

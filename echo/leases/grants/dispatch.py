@@ -1,10 +1,10 @@
-"""Dispatch of groups to workers: which worker gets a new group, and which helps with a running one.
+"""Dispatch of groups to workers: which worker gets a new, a moved or a copied group.
 
 The three decisions use the estimates of `leases/grants/finish_times.py`:
 
-* dispatch: the next group goes to the worker that should finish it first;
-* moves: a holder gives up a lease for a worker with nothing to do;
-* hedging: a running group that is expected late is also given to a faster, idle worker.
+* dispatch: the next group goes to the worker that should finish this group first;
+* moves: a worker gives up a lease, and an idle worker gets the group;
+* hedging: a running group that should be late is copied to a faster, idle worker.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from echo.leases.groups import LeaseRecord
 FULL_SLOWDOWN = 2.0
 """Factor by which a group takes longer in a full engine than in an empty engine.
 
-The value is assumed, because the learner nearly always sees an engine at one load only. Of two
-workers, the one with fewer groups may be preferred although it becomes free later. The value
-decides how much later.
+The value is assumed, because the learner nearly always sees an engine at one load only. With a
+higher value, groups go to workers with fewer groups, even if these workers become free later.
 """
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return how many times as long a group takes in a shared engine as alone.
+    """Return the factor by which a group takes longer in a shared engine than alone.
 
-    The engine has `num_groups` groups, and places for `num_places`.
+    The engine samples `num_groups` groups, and has places for `num_places` groups.
     """
     return 1 + (FULL_SLOWDOWN - 1) * min(1.0, num_groups / num_places)
 
@@ -62,14 +61,15 @@ class Load:
     """Number of groups that the worker can hold."""
     num_held: int
     most_promised: int
-    """Number of promised groups from which on the worker gets no more.
+    """Limit on the number of promised groups: at this number the worker gets no further group.
 
-    It is the limit for the worker's present version.
+    The limit is for the worker's present version.
     """
     most_soon: int
-    """The same limit for the version that the worker is expected to install soon."""
+    """Limit on the number of promised groups for the version that the worker should install soon.
+    """
     group_s: float = 1.0
-    """Seconds that one group takes in the worker's engine if the engine is otherwise empty."""
+    """Seconds that one group takes alone in the worker's engine."""
     trial_s: float = 1.0
     """The value that replaces `group_s` while the worker has no lease; idle time decreases it."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
@@ -108,7 +108,7 @@ class Load:
 
 
 def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
-    """Place groups by predicted finish; return the worker of each granted group, in order.
+    """Place each group where it should finish first; return the groups' workers in order.
 
     Args:
         loads: the workers that can sample; modified by the placement.
@@ -167,7 +167,7 @@ def moves(
 
     Args:
         waiting: groups that have not begun, each with its predicted finish at its holder.
-        helpers: workers with a free place; modified by the moves.
+        helpers: workers with a free place; the moves modify these objects.
         least_gain_s: a move must bring a finish forward by at least this number of seconds.
     """
     chosen: list[tuple[LeaseRecord, str]] = []
@@ -186,7 +186,7 @@ def moves(
 
 @dataclass(slots=True)
 class Newcomer:
-    """A worker that may be given leases before the run's first group is made."""
+    """A worker that may take over leases before the run's first group is finished."""
 
     node_id: str
     num_held: int
@@ -197,13 +197,13 @@ class Newcomer:
 def even_out(
     held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to move, so that all workers hold equal numbers.
+    """Return the leases to move so that all workers hold the same number.
 
-    Each lease comes with its new worker.
+    Each lease is returned with its new worker.
 
     Args:
-        held: worker -> its leases that may move; the last of them moves first.
-        newcomers: the workers that leases move to; modified by the moves.
+        held: worker -> its leases that may move; the last lease moves first.
+        newcomers: the workers that leases move to; the moves modify these objects.
     """
     left = {name: list(records) for name, records in held.items()}
     chosen: list[tuple[LeaseRecord, str]] = []
@@ -236,25 +236,25 @@ def even_out(
 
 
 AGE_FACTOR = 4.0
-"""A lease may be copied once it is AGE_FACTOR x `factor` times as old as a group usually takes."""
+"""A lease may be copied once its age is AGE_FACTOR x `factor` times a group's usual duration."""
 USUAL_FACTOR = 2.0
 """The `factor` that the rule for age uses if hedging is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningGroup:
-    """A group on which one worker works."""
+    """A group that a worker is sampling."""
 
     record: LeaseRecord
     done_at: float
-    """Predicted time of the finish."""
+    """Predicted time at which the group is finished."""
     num_tokens: float
     """Predicted final length of the group's longest completion, tokens."""
 
 
 @dataclass(slots=True)
 class Helper:
-    """An idle worker with a free place; admission allows it no further group."""
+    """An idle worker with a free place that admission allows no further group."""
 
     node_id: str
     speed: float | None
@@ -262,7 +262,7 @@ class Helper:
     num_places: int
     """Number of groups that the worker can begin now."""
     group_s: float = math.inf
-    """Usual seconds of a group on this worker, or of all groups if the worker has made none."""
+    """Usual seconds of a group on this worker; on all workers if this worker has made no group."""
 
 
 def hedges(
@@ -279,8 +279,8 @@ def hedges(
         groups: running groups, each with its newest lease.
         helpers: idle workers; modified by the copies.
         holders: group -> the workers that have a lease of it.
-        factor: a group is copied if its lease should take at least this many times as long as
-            the copy; None if only age counts.
+        factor: a group is copied if its lease should take at least `factor` times as long as the
+            copy. If None, only the lease's age decides.
         now: the present time, seconds.
     """
     fastest_first = sorted(helpers, key=lambda helper: (-(helper.speed or 0.0), helper.node_id))

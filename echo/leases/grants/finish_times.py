@@ -1,23 +1,22 @@
 """Finish times: when workers should finish their groups, predicted from lengths and speeds.
 
 The length of a group is the number of tokens of its longest completion, because that completion
-ends last. The speed of a worker is measured in these tokens per second, from the start of a group
-to its delivery. So the speed includes rewards, tools and prefill.
+ends last. The speed of a worker is this length divided by the seconds from a group's start to its
+delivery. These seconds include rewards, tools and prefill.
 
-For a group that already has n tokens, the expected rest is computed from the lengths of recently
-accepted groups. It is the mean of the lengths above n, minus n. With a heavy tail this number grows
-with n. A group that is longer than all of these lengths is expected to double.
+For a group that already has n tokens, the expected number of further tokens is computed from the
+lengths of recently accepted groups: the mean of the lengths above n, minus n. A group that is
+longer than all of these lengths is expected to double.
 
-A heartbeat reports one number for a running group, the progress of all its completions together.
-The longest completion is credited with that progress, but not with more than the worker's speed
-allows. So a stalled group is recognized, and a group with one running completion does not count as
-stalled.
+A heartbeat reports the total progress of a group's completions as one number. The estimate adds
+this progress to the longest completion, but at most what the worker's speed allows. So a stalled
+group is recognized, and a group with one running completion does not count as stalled.
 
-A worker of unknown speed counts as twice as fast as the fastest worker, so that it is tried. The
-groups that it then holds are expected to advance at the median speed of all workers. An idle
-worker's speed estimate doubles after every `RETRY_GROUPS` durations of a group, up to the fastest
-worker's speed. So a slow worker is tried again with one group from time to time. The slower the
-worker is, the less often it is tried.
+When groups are placed, a worker of unknown speed counts as twice as fast as the fastest worker, so
+that it gets a group. The group is then expected to advance at the median speed of all workers. An
+idle worker's speed estimate doubles after every `RETRY_GROUPS` durations of a group, up to the
+fastest worker's speed. So a slow worker gets a group from time to time. The slower the worker is,
+the less often this happens.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ MEMORY = 0.8
 """When a group is measured, the sums over the earlier groups are multiplied by this factor."""
 
 MAX_SPEED = 1e6
-"""Highest speed of one completion, tokens per second; a report of a higher speed is cut to this."""
+"""Highest speed of one completion, tokens per second. Higher reported speeds are cut to this value.
+"""
 
 EQUAL_SPEED = 0.8
 """Share of the fastest worker's speed above which a worker counts as equally fast. The share is
@@ -92,7 +92,7 @@ class LengthHistory:
         self.mean = self.rest(0.0)
 
     def rest(self, num_tokens: float) -> float:
-        """Return the expected number of further tokens, above 0, for a group with `num_tokens`."""
+        """Return the expected number of further tokens of a group with `num_tokens` tokens."""
         if not self._sorted:
             return max(1.0, (self._max_tokens - num_tokens) / 2)
         first = bisect_right(self._sorted, num_tokens)
@@ -110,9 +110,9 @@ class Speed:
     seconds: float = 0.0
     """`tokens` and `seconds` are sums over the worker's groups; older groups have lower weights."""
     load_s: float = 0.0
-    """Weighted sum over the worker's groups of a group's seconds, times its mean number of leases.
+    """Weighted sum over the worker's groups: a group's seconds times the worker's leases.
 
-    The worker held these leases during the group.
+    The leases are the mean number that the worker held while it made the group.
     """
     provisional: float | None = None
     """Tokens per second, estimated from heartbeats; used until the worker has made a group."""
@@ -120,7 +120,9 @@ class Speed:
     """Time at which the worker last held a lease."""
     version: PolicyVersion | None = None
     lag_s: float = 0.0
-    """Mean seconds by which this worker installs a version later than the first worker."""
+    """Mean seconds from a version's first installation on any worker to its installation on this
+    worker.
+    """
     freed_at: float = 0.0
     """Time at which the worker last delivered a group and so could begin another group."""
 
@@ -155,9 +157,10 @@ class FinishTimes:
         return self.lengths.num_known > 0
 
     def group_s(self, worker_id: str) -> float:
-        """Return the usual seconds of a group on a worker; infinity if no group was made.
+        """Return how long a group usually takes on a worker, in seconds.
 
-        If this worker has made no group, the durations on all workers are used.
+        If this worker has made no group, use the durations on all workers. If no worker has made a
+        group, return infinity.
         """
         speed = self.of(worker_id)
         if not speed.seconds and self._seconds:
@@ -230,7 +233,7 @@ class FinishTimes:
         self._fastest = max(known, default=1.0)
 
     def equals(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return the workers of unknown speed, or nearly as fast as the fastest."""
+        """Return the workers whose speed is unknown or nearly the fastest worker's."""
         speeds = {worker_id: self.of(worker_id).measured for worker_id in worker_ids}
         least = EQUAL_SPEED * max((speed for speed in speeds.values() if speed), default=0.0)
         return {name for name, speed in speeds.items() if speed is None or speed >= least}
@@ -238,13 +241,13 @@ class FinishTimes:
     def has_made_a_group(self, worker_id: str) -> bool:
         """Return whether a worker has made a group whose duration is known.
 
-        From then on the worker's speed is measured over whole groups, with rewards and tools.
-        Before, the speed is estimated from heartbeats, which do not show the time of rewards.
+        Then the worker's speed is measured over whole groups, with rewards and tools. Until then,
+        the speed is estimated from heartbeats, which do not show the time of rewards.
         """
         return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
-        """Return the measured speed, or twice the fastest worker's speed if it is unknown."""
+        """Return the measured speed; if it is unknown, twice the fastest worker's speed."""
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
@@ -285,13 +288,13 @@ class FinishTimes:
     def forecast(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
         """Return the expected length of a leased group, and the seconds until it is done.
 
-        The length counts the final tokens of the group's longest completion. The seconds count from
-        now, or from the group's start if it has not begun.
+        The length is the final number of tokens of the group's longest completion. The seconds
+        count from now, or from the group's start if the group has not begun.
 
         Args:
             record: the lease.
-            is_running: whether to assume that the worker has begun the group if no heartbeat shows
-                it.
+            is_running: whether to assume, without a heartbeat that shows it, that the worker has
+                begun the group.
             now: the present time, seconds.
         """
         speed = self.of(record.worker_id)

@@ -1,7 +1,8 @@
-"""Forecasts: when each worker will have finished the groups that it has.
+"""Forecasts: when each worker will finish its groups.
 
-A forecast is reused for one heartbeat period unless the worker's leases change. A round of grants
-needs the forecasts of all workers. Most of them have not changed since the previous round.
+A round of grants needs the forecasts of all workers, and most workers have not changed since the
+previous round. So a forecast is reused for one heartbeat period while the worker's leases stay the
+same.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from echo.leases.grants.finish_times import FinishTimes
 _Key = tuple[int, int, int]
 """A forecast is valid while these three numbers stay the same.
 
-They are the number of changes to the worker's leases so far, its number of unknown leases, and its
-number of places.
+The numbers count the changes to the worker's leases so far, its unknown leases, and its places.
 """
 
 
 @dataclass(slots=True)
 class WorkerForecast:
-    """The times at which a worker will have finished the groups that it has."""
+    """The times at which a worker will finish its groups."""
 
     made_at: float
     free_at: list[float]

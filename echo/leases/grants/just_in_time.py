@@ -2,48 +2,49 @@
 
 Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If all
 these groups were granted at once, nearly all would reach the bound on staleness before they are
-trained on. The learner needs few of them that early. `JustInTime` holds a group back while the
-group can still be made in time from the next version:
+trained on, although the learner needs few of them so early. `JustInTime` delays a group while the
+next version can still sample the group in time:
 
     need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
     have(b) = accepted
             + running groups that should be done by max(ready(b) - margin, soonest)
-            + held groups that would be done by ready(b) - margin, if each began at arrival(worker),
-              or when its worker's running groups are done, if that is earlier; workers whose groups
-              would then be as old as the bound allows are left out, since a late group would be
-              stale
+            + delayed groups that would be done by ready(b) - margin, if each began at
+              arrival(worker) or, if earlier, when its worker's running groups are done; workers
+              whose groups would then reach the bound on staleness are left out
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
-Running and held groups count in proportion to the share of recent groups that were useful. Useless
-groups end when they arrive, so further groups are needed. B is the number of groups per step.
-ready(b) is the instant at which the learner can begin to train on batch b. arrival(worker) is the
-instant at which the worker should install the next version. soonest is the instant at which a group
-that is granted now should be done. Only a running group that should be done even later is worth
-replacing. A fleet that is too slow is never held back, because all of its groups are due.
+* B is the number of groups per step.
+* ready(b) is the time at which the learner can begin to train on batch b.
+* arrival(worker) is the time at which the worker should install the next version.
+* soonest is the time at which a group that is granted now should be done. Replacing a running group
+  helps only if that group should be done later than soonest.
 
-**ready(b)**: the beginning of the newest step, plus a time for each step from there to b. This is
-the median time from the beginning of a step until the learner can begin the next step.
+Only a share of recent groups was useful. Running and delayed groups are counted in proportion to
+this share, so that enough useful groups arrive. If the fleet is too slow, all groups are due, so no
+group is delayed.
 
-**arrival(worker)**: the end of the optimizer step that makes the next version, plus the worker's
+**ready(b)** is the beginning of the newest step plus one period for each step from there to b. The
+period is the median time from the beginning of a step until the learner can begin the next step.
+
+**arrival(worker)** is the end of the optimizer step that makes the next version, plus the worker's
 usual delay from there to the installation. The time between two versions is assumed to be the time
-between the last two. If a version is late, it is expected at any moment. So groups are still held
-back until they are due.
+between the last two. A version that is late is expected at any moment.
 
-**margin**: seconds of safety against errors of the estimates, such as the lengths of groups. The
-margin grows by the time that the learner has waited for a batch. It grows at most by the time for
-which groups of that batch were held back. At a step without such a wait the margin shrinks by the
-larger of two times: WAIT_SHARE of the step's time, and SPARE_SHARE of the least spare time of
-recent batches. In equilibrium the learner therefore waits about WAIT_SHARE of its time for fresher
-groups.
+**margin** is a safety margin, in seconds, against errors of the estimates, such as the lengths of
+groups. If the learner has waited for a batch, the margin grows by this wait, but at most by the
+time for which groups of the batch were delayed. At a step without such a wait, the margin shrinks
+by the larger of two times: WAIT_SHARE of the step's time, and SPARE_SHARE of the least spare time
+of recent batches. In equilibrium the learner therefore waits about WAIT_SHARE of its time for
+fresher groups.
 
-**Open**: no group is held back in two cases. In the first case the learner has waited for more than
+**Open**: no group is delayed in two cases. In the first case the learner has waited for more than
 OPEN_SHARE of its recent time, not counting the longest wait. In the second case the fleet without
-its fastest worker would be too slow for the learner. Groups that are made ahead then bridge the
+its fastest worker would be too slow for the learner. Groups that were made early then cover the
 loss of a worker. Until a step has been timed and a version installed, groups are granted for two
-batches. If there are more free places, all of them get groups.
+batches, or for all free places if there are more.
 
-The method is flow control by the bandwidth-delay product, as in BBR. The queue that is kept short
-is the queue of groups that wait for the learner.
+The method is flow control by the bandwidth-delay product, as in BBR. The queue to keep short
+consists of the groups that wait for the learner.
 """
 
 from __future__ import annotations
@@ -144,11 +145,11 @@ class JustInTime:
 
     @property
     def is_holding(self) -> bool:
-        """Whether the last decision held back groups that a worker could have begun."""
+        """Whether the last decision delayed groups that a worker could have begun."""
         return bool(self._held_since)
 
     def is_resting(self, *, now: float) -> bool:
-        """Return whether the last decision is still valid; it ends at its deadline."""
+        """Return whether the last decision is still valid, because its deadline lies ahead."""
         if self.deadline is not None and now >= self.deadline:
             self.deadline = None
         return self._is_training and self.deadline is not None
@@ -218,8 +219,8 @@ class JustInTime:
         """Return the number of groups to grant now; None for all groups that admission allows.
 
         Args:
-            loads: the workers that can sample. If groups are held back and the learner does not
-                wait for any, workers that should install the newest version soon are granted no
+            loads: the workers that can sample. While groups are delayed and the learner does not
+                wait for a group, workers that should install the newest version soon are granted no
                 groups.
             installed: the step of the version that each worker has installed.
             running: the time at which each running group should be done.
@@ -262,7 +263,7 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int:
-        """Return how many groups future batches will lack if no group is granted now."""
+        """Return how many groups will be missing from batches if no group is granted now."""
         size, first = self._groups_per_step, self._step + self._is_training
         most = max(load.most_promised for load in loads)
         num_held = min(most, (first + MAX_BATCHES) * size) - num_promised
@@ -326,11 +327,11 @@ class JustInTime:
     def _held_done_at(
         self, loads: Sequence[Load], installed: Sequence[int], num_groups: int, now: float
     ) -> list[float]:
-        """Return when `num_groups` groups would be done if they are held back.
+        """Return when `num_groups` groups would be done if they are delayed.
 
-        A worker begins a held group when it installs the next version, or earlier if its present
-        groups are done. Before that, the held group would only slow down the present groups. A
-        worker whose groups would be nearly as old as the bound allows is left out.
+        A worker begins a delayed group when it installs the next version, or earlier if its present
+        groups are done. Workers whose groups would then nearly reach the bound on staleness are
+        left out.
         """
         heap = []
         for load, version in zip(loads, installed, strict=True):
@@ -358,7 +359,7 @@ class JustInTime:
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """Record since when each group is held back although a worker is free."""
+        """Record since when each group has been delayed although a worker is free."""
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

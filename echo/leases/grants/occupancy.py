@@ -1,4 +1,4 @@
-"""Occupancy of workers in a round of grants: their leases, including those that the round adds.
+"""Occupancy of workers in a round of grants: their leases before and in this round.
 
 A round grants one group after another. Each grant takes a place at a worker and adds a promised
 group. Only these two counts change while the round is decided.
@@ -18,7 +18,7 @@ from echo.leases.grants.forecasts import Forecasts
 
 
 class Occupancy:
-    """The workers in a round, and the groups that each has got so far."""
+    """The workers in a round, and the groups that each worker has got so far."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Occupancy:
         self.num_promised += not is_copy
 
     def num_held(self, worker: LeasedWorker) -> int:
-        """Return a worker's number of leases, including those of this round.
+        """Return a worker's number of leases, including leases of this round.
 
         Unknown leases count, too.
         """
@@ -121,7 +121,7 @@ class Occupancy:
         """Return (limit, time) for the version that a worker should install soon.
 
         `limit` bounds the promised groups for workers with this version (`Quota.limit`). `time` is
-        when the installation is expected. If it is unknown, the result is `own`, the limit for the
+        when the installation is expected. If this time is unknown, return `own`, the limit for the
         installed version, and the present time.
         """
         at = self._finish_times.installs_at(worker_id, newest, now=self._now)

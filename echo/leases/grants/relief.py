@@ -1,6 +1,6 @@
-"""Relief: which running groups are moved or copied to workers that have nothing to do.
+"""Relief: which running groups are moved or copied to idle workers.
 
-This is the last part of a round of grants. It is done only while the next batch waits for running
+Relief is the last part of a round of grants, and only while the next batch waits for running
 groups. The rules and their numbers are in `leases/grants/dispatch.py`, "Moves" and "Hedging". This
 file finds the leases to which each rule applies, and changes nothing.
 """
@@ -99,8 +99,8 @@ class Relief:
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
         """Return worker -> its leases that may move, begun ones first.
 
-        Leases that were requested already are left out. A worker is left out if one of its other
-        leases may not move.
+        Leases that were requested already are left out. If another lease of a worker may not move,
+        the worker is left out.
         """
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
@@ -170,7 +170,7 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker that should have got a lease but did not, or None."""
+        """Return the worker that still waits for a requested lease, or None."""
         request = record.request
         if request is None or record.copy_of is not None:
             return None

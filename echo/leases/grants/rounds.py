@@ -3,9 +3,9 @@
 `leases/grants/admission.py` decides how many groups may be granted. `leases/grants/dispatch.py`
 decides which worker gets each of them. A round grants, in this order,
 
-1. the groups that a holder has given up for another worker, to this other worker;
-2. the groups that wait to be granted again, the oldest first, then new ones, each to the worker
-   that should finish it first;
+1. each group that its holder gave up for another worker, to that worker;
+2. waiting groups, oldest first, and then new groups, each to the worker that should finish it
+   first;
 3. while the next batch waits for running groups: moves and copies to idle workers
    (`leases/grants/relief.py`).
 
@@ -35,7 +35,7 @@ from echo.leases.run import PromptPendingError, Prompts, find_prompt_fault
 from echo.wire.messages import Lease
 
 MAX_UNUSABLE = 1000
-"""The run ends after this number of prompts in a row that cannot be turned into tokens."""
+"""The run ends when this number of prompts in a row cannot be turned into tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Decisions:
     released: list[int] = field(default_factory=list)
     """Ids of the groups in `OpenGroups.released` that the round has considered, granted or not."""
     fault: DataError | None = None
-    """The error with which the run ends, because no prompt can be used; None if there is none."""
+    """The error that ends the run because no prompt can be used, or None."""
 
 
 class Round:
@@ -163,8 +163,8 @@ class Round:
     def _next_group(self, candidates: Iterator[int]) -> int | None:
         """Return the id of the next group to grant; end groups whose prompts cannot be used.
 
-        The result is None if the group's prompt is still being made, or if MAX_UNUSABLE prompts in
-        a row cannot be used.
+        Return None if the group's prompt is still being made, or if MAX_UNUSABLE prompts in a row
+        cannot be used.
         """
         fault: DataError | PromptPendingError | None = None
         for group_id in itertools.islice(candidates, MAX_UNUSABLE):

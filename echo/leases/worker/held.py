@@ -55,8 +55,8 @@ class GroupState(StrEnum):
     RUNNING = "running"
     """The group is in the engine, or agents work on it."""
     RECLAIMED = "reclaimed"
-    """The group is in the engine; once the engine returns it unfinished, another worker continues
-    it.
+    """The group is in the engine. When the engine returns the unfinished group, another worker
+    continues it.
     """
     INTERRUPTED = "interrupted"
     """The group is begun and waits to be continued."""
@@ -65,9 +65,7 @@ class GroupState(StrEnum):
     UNWANTED = "unwanted"
     """The learner wants no result, but the engine or the task is still working on it."""
     DELIVERED = "delivered"
-    """The group's result, or the reason for having none, is in the outbox until the learner
-    acknowledges it.
-    """
+    """The outbox holds the group's result or failure until the learner acknowledges it."""
     ENDED = "ended"
     """This worker has dropped the group."""
 
@@ -87,8 +85,7 @@ class PartialGroup:
     state: GroupState = GroupState.QUEUED
     """The state of the group, which only `HeldLeases.handle` changes."""
     num_progress: int = 0
-    """Number of signs of life (tokens and rewards) since the grant; an increase renews the lease.
-    """
+    """Amount of progress (tokens and rewards) since the grant; an increase renews the lease."""
     shipped_at: float = -1e18
     """Time at which the group's members were last sent to the learner."""
     num_shipped: int = 0
@@ -96,7 +93,7 @@ class PartialGroup:
     began_at: float | None = None
     """Time at which the group last entered the engine; None before that."""
     is_continued: bool = False
-    """Whether the group had tokens, of this or another worker, when it last entered the engine."""
+    """Whether the group already had tokens when it last entered the engine."""
 
     def seconds(self, now: float) -> float:
         """Return seconds since the group entered the engine; 0 if it is a continued group."""
@@ -164,17 +161,17 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """Event: another worker is to get the group, whether it has begun or not."""
+    """Event: the learner moves the group to another worker, even if sampling has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """Event: this worker gives the group up to another worker."""
+    """Event: this worker gives up the group for another worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Event: the group has a result for the learner, or a reason for having none."""
+    """Event: the group has a result for the learner, or a reason why there is no result."""
 
     message: Message
     payload: tuple[Frame, ...] = ()
@@ -182,7 +179,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Event: the learner acknowledges the group, because the group has ended there."""
+    """Event: the learner has ended the group and acknowledges it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +221,11 @@ class HeldLeases:
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states, each state by time of entry."""
+        """Return the groups in these states, state by state, each in order of entry."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
-        """Add a new lease, with the members that other workers have begun for it."""
+        """Add a new lease, with the members that other workers have begun."""
         state = GroupState.INTERRUPTED if members else GroupState.QUEUED
         self._enter(PartialGroup(lease, list(members), state, is_continued=bool(members)))
 
@@ -289,14 +286,14 @@ class HeldLeases:
         """Move waiting groups into the engine: interrupted ones first, then queued ones.
 
         In each state older groups come first. Groups that require a newer version than `installed`
-        go on waiting. The first group that has more rollouts than `max_rollouts` still allows ends
-        the call. If a group's number of members is not `group_size`, the group is sampled from the
-        start. The configuration may have changed, for example.
+        keep waiting. The call ends at the first group that would exceed `max_rollouts`. If a
+        group's number of members is not `group_size`, for example after a change of the
+        configuration, the group is sampled from the start.
 
         Args:
-            max_groups: the most groups to move.
+            max_groups: largest number of groups to move.
             group_size: rollouts per group.
-            max_rollouts: the most unfinished rollouts to move; None for any number.
+            max_rollouts: largest number of unfinished rollouts to move; None for any number.
             now: the present time, seconds.
             installed: the version that samples new groups; None if there is none.
         """
@@ -327,7 +324,7 @@ class HeldLeases:
         ]
 
     def stages(self, installed: PolicyVersion | None) -> dict[str, int]:
-        """Return the number of groups in each stage, which explains waits."""
+        """Return the number of groups in each stage, to explain waits."""
         num_waiting, num_late = len(self.of(*WAITING)), len(self.awaiting(installed))
         counts = {
             WaitStage.SAMPLING: len(self.of(GroupState.RUNNING, GroupState.RECLAIMED)),
@@ -357,7 +354,7 @@ class HeldLeases:
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
         """Return the interrupted groups to ship now, and mark them as shipped.
 
-        These are groups with new tokens that were not sent in the last `interval_s` seconds.
+        These groups have new tokens and were not shipped in the last `interval_s` seconds.
         """
         due = [
             group

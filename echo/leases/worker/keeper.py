@@ -1,7 +1,7 @@
 """The copies of a worker's unfinished groups: at the learner, and in a file of the worker.
 
-To ship a group is to send its tokens so far to the learner. If the worker does not come back, the
-learner leases its shipped groups to other workers. If the worker comes back, it reads its file and
+Shipping a group means sending its tokens so far to the learner. If the worker stops for good, the
+learner leases the shipped groups to other workers. If the worker restarts, it reads its file and
 lists the groups in this file. The learner then acknowledges the groups that are no longer wanted.
 Both copies are renewed every `ship_s` seconds, and when a worker pauses or leaves.
 """
@@ -37,7 +37,7 @@ class PartialsFound:
 
 @dataclass(frozen=True, slots=True)
 class PartialsSaved:
-    """Event: a Save has ended; `fault` is the reason of a failure, or ""."""
+    """Event: a Save has ended; `fault` is the reason if it failed, or ""."""
 
     fault: str
 
@@ -75,8 +75,8 @@ class PartialKeeper:
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
         """Return the action that writes the file of unfinished groups; [] if nothing changed.
 
-        The result is also [] if the groups were last compared with the file less than `interval_s`
-        seconds ago.
+        Also return [] if the last call that compared the groups with the file was less than
+        `interval_s` seconds ago.
         """
         if now < self._saved_at + interval_s:
             return []

@@ -1,8 +1,8 @@
-"""Outbox of finished groups, which are kept and sent again until the learner acknowledges them.
+"""Outbox of finished groups, sent again until the learner acknowledges each group.
 
-Delivery is at-least-once. A group stays in the outbox, and is sent again every `retry_s`, until the
-learner acknowledges that its ledger has the group. The learner removes duplicates by group id. The
-outbox is bounded: a worker with a full outbox stops sampling and drops no group.
+Delivery is at-least-once. A group stays in the outbox, and is sent again every `retry_s` seconds,
+until the learner has the group in its ledger and acknowledges it. The learner removes duplicates by
+group id. The outbox is bounded: a worker with a full outbox keeps its groups and stops sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Unacknowledged:
 
 
 class Outbox:
-    """Deliveries by (group, attempt), oldest first, until they are acknowledged."""
+    """Unacknowledged deliveries by (group, attempt), oldest first."""
 
     def __init__(self, *, max_deliveries: int, retry_s: float) -> None:
         """Start empty; an unacknowledged delivery is sent again after `retry_s` seconds."""
