@@ -4,9 +4,9 @@ r"""Comparison of an answer with its reference, for the rewards `exact` and `mat
 every notation of the number is right: 5.0, 5 and 5e0 are equal. `True` and `true` are equal, too.
 
 **math** extracts an answer from the text. If the text has a `####`, the answer is the rest of the
-line behind the last `####`. Otherwise it is the content of the last `\boxed{...}`. If the text has
-neither, the answer is its last number. The answer is right if math-verify finds it equal to the
-reference.
+line after the last `####`. Otherwise the answer is the content of the last `\boxed{...}`. If the
+text has neither, the answer is its last number. The answer is right if math-verify finds that it
+equals the reference.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def require_math_verify(where: str) -> None:
     """Check that math-verify, which the setting `where` needs, is installed.
 
     Raises:
-        ConfigError: if it is not installed. The message names the setting and the command to
-            install it.
+        ConfigError: if math-verify is not installed. The message names the setting and the command
+            that installs it.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"{where} needs the package math-verify: {install_command('worker')}")
@@ -65,10 +65,9 @@ def extract_answer(completion: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in a normal form.
+    """Return an answer in a normal form, so that equal answers are more often the same text.
 
-    The form has no currency signs, percent signs, units, thousands separators and full stops. So
-    equal answers are more often the same text.
+    Currency signs, percent signs, units, thousands separators and full stops are removed.
     """
     answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
     answer = answer.strip().strip("*_`").rstrip(".,;").strip()
@@ -123,8 +122,8 @@ def check_reference(reward: str, column: str, answer: Any) -> None:
     """Refuse a reference that `exact` or `math` cannot compare with text.
 
     Raises:
-        ValueError, TypeError: if it cannot be compared. The message names the column, the value and
-            the remedy.
+        ValueError, TypeError: if the reference cannot be compared. The message names the column,
+            the value and the remedy.
     """
     where = f"`{column}` = {answer!r:.80}"
     if isinstance(answer, float) and not math.isfinite(answer):

@@ -10,9 +10,9 @@ After the columns come `>` and the sum in four digits. The reward is 1 if there 
 the text after it is the sum, else 0. The scratchpad does not affect the reward.
 
 Most demonstrations forget every carry, both in the columns and in the sum. About 47 % of the
-demonstrations are right, because some do carry and some sums have no carry. Imitation cannot exceed
-this share. An imitator's most likely answer omits the carries. Only the rewards can teach the
-policy to carry.
+demonstrations are right, because some sums have no carry and some demonstrations include the
+carries. Imitation cannot exceed this share. An imitator's most likely answer omits the carries.
+Only the rewards can teach the policy to carry.
 
 **Countdown** with three digits: reach a target with + - * and parentheses, using each digit once.
 

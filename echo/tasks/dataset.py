@@ -14,10 +14,11 @@ By default a row becomes an example as rows/examples.py describes. A subclass ma
         def reward(self, example: Example, completion: str) -> float:
             return float(example.answer.lower() in completion.lower())
 
-The whole dataset is read and checked when the first example is requested. Bad rows are malformed,
-or their prompt does not fit into the model's window (`examine`). A bad row stops the run at its
-start, with an error that names file and row. With `skip_bad` bad rows are left out instead. Without
-`heldout_path` one prompt in ten is held out, together with all rows that have the same prompt.
+The whole dataset is read and checked when the first example is requested. A row is bad if it is
+malformed, or if its prompt does not fit into the model's window (`examine`). A bad row stops the
+run at the start, with an error that names file and row. With `skip_bad`, bad rows are left out
+instead. Without `heldout_path`, one prompt in ten is held out, together with all rows that have the
+same prompt.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class RowsTask(Task):
 
     Args:
         path: the training rows. A worker receives examples from the learner and needs no path.
-        heldout_path: the held-out rows. Without it, the hash of the prompt selects one prompt in
-            ten of `path`.
-        columns: the dataset's own names of columns, such as { prompt = "question" }.
+        heldout_path: the held-out rows. Without this path, the hash of the prompt selects one
+            prompt in ten of `path`.
+        columns: the dataset's own column names, such as { prompt = "question" }.
         leave_out: columns that no reward needs, such as large ones.
         skip_bad: leave out malformed rows and prompts that are too long. A warning gives the number
             of these rows and describes the first one.
@@ -104,7 +105,7 @@ class RowsTask(Task):
     def examine(self, fault_of: Callable[[Example], str]) -> None:
         """Check every row with `fault_of`.
 
-        See `Task.examine`. With `skip_bad` the bad rows are left out.
+        See `Task.examine`. With `skip_bad`, bad rows are left out.
 
         Raises:
             DataError: if a row is bad and `skip_bad` is not set, or if all rows are bad.

@@ -18,9 +18,10 @@
         def outcome(self, state: dict[str, Any]) -> float:
             return float(state["is_found"])
 
-The environment's replies become tokens of the rollout that are never trained on. The policy's turns
-keep the sampled tokens, which are never decoded and encoded again. An episode ends when `reply`
-returns None, or when it runs out of turns or tokens. `outcome` is called in all of these cases.
+The environment's replies become tokens of the rollout that are never trained on. The tokens of the
+policy's turns are kept as sampled, and never decoded and encoded again. An episode ends when
+`reply` returns None, or when it runs out of turns or tokens. `outcome` is called in all of these
+cases.
 
 **Tools** are functions that the policy calls by name. A message then contains the result of the
 call.
@@ -91,8 +92,8 @@ class Environment(Task):
     def outcome(self, state: Any) -> Reward:
         """Return the reward of the episode, a finite number.
 
-        The method is called however the episode ended. If the result is None, the task cannot score
-        the episode. The group then goes on without it.
+        This method is called at the end of every episode. Return None if the task cannot score the
+        episode. The group then continues without this episode.
         """
 
     def end(self, state: Any) -> Awaitable[None] | None:
@@ -126,7 +127,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     fault: str = ""
-    """Text for the policy on why the call cannot be parsed; empty if it can."""
+    """Message to the policy that says why the call cannot be parsed; empty if the call is valid."""
 
 
 def find_calls(text: str) -> list[ToolCall]:
@@ -197,7 +198,7 @@ class ToolEnvironment(Environment):
         return ToolState(example)
 
     def reply(self, state: ToolState, text: str) -> list[Message] | None:
-        """Make the tool calls of a turn. Return their results, None without calls."""
+        """Make the tool calls of a turn and return their results; None without calls."""
         state.texts.append(text)
         functions = {function.__name__: function for function in self.functions()}
         results = [

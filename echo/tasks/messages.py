@@ -20,16 +20,17 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 """The types of text parts in OpenAI's two interfaces."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""The roles that chat templates know."""
+"""The roles that chat templates support."""
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
-"""Other names of roles in datasets -> the usual role. A template would write such a name unchanged.
+"""Other role names in datasets -> the usual role. A chat template would write the other name
+unchanged.
 """
 
 
 def fault_of_message(part: object) -> str:
-    """Return why an object cannot be tokenised as a chat message, or ""."""
+    """Return why an object cannot be tokenised as a chat message; "" if it can."""
     if not isinstance(part, Mapping):
         return f"is {type(part).__name__} and no object with `role` and `content`"
     if not isinstance(part.get("role"), str):
@@ -52,7 +53,7 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return which message cannot be tokenised first, and why; or ""."""
+    """Return the first message that cannot be tokenised and why, as text; or ""."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 

@@ -13,9 +13,9 @@
 
 Every thousand examples contain each task in proportion to its weight. The examples of a task are
 spread evenly, so a batch of any size has nearly these proportions. When all examples of a finite
-dataset have been used, they are used again in a new order. Each example has the name of its task.
-This task rewards the answers. If one of the tasks is an environment of several turns, the examples
-of other tasks become episodes of one turn.
+dataset have been used, they are used again in a new order. Each example has the name of its task,
+and this task rewards the answers. If one of the tasks is an environment of several turns, the
+examples of other tasks become episodes of one turn.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class MixtureTask(Environment):
         return _when_begun(task, own) if inspect.isawaitable(own) else (task, own)
 
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:
-        """Return the task's reply to a turn, None for a task of one turn."""
+        """Return the task's reply to a turn; None for a task with a single turn."""
         task, own = state
         if isinstance(task, Environment):
             return task.reply(own, text)
@@ -164,8 +164,8 @@ async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
     """Return the schedule of one cycle, with each part's places spread evenly.
 
-    Each place is (part, number of earlier places of this part). For every n, the first n places
-    contain a part with the share s about s*n times. The difference is at most one place.
+    Each place is (part, number of earlier places of this part). Among the first n places, a part
+    with the share s has s*n places, plus or minus one.
     """
     counts = [0] * len(shares)
     schedule = []

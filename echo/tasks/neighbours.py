@@ -2,9 +2,9 @@
 
 Under `python sub/rewards.py` an import finds modules in `sub`. If a task names `sub/rewards.py`,
 the imports of this file find the same modules. Imported files in `sub` or in the current directory
-affect the rewards as much as the named file. So learner and workers compare them, too. Imports are
-read from the syntax trees of the file and of its neighbours, at any depth. No file is run. Files of
-Echo and of installed packages are not neighbours.
+affect the rewards as much as the named file. So learner and workers compare these files, too.
+Imports are read from the syntax trees of the file and of its neighbours, at any depth. No file is
+run. Files of Echo and of installed packages are not neighbours.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class RewardSum:
             columns: as for `RewardFunction`.
 
         Raises:
-            ConfigError: if `spec` names no function, or two functions of the same name. Also if a
-                function cannot be called as a reward, or a weight is not a number.
+            ConfigError: if `spec` names no function or two functions of the same name, if a
+                function cannot be called as a reward, or if a weight is not a number.
         """
         where = f"{OPTION} = {spec!r}"
         weights = dict(spec) if isinstance(spec, Mapping) else {}
@@ -157,9 +157,9 @@ class RewardSum:
         return [await self._awaited_parts(row) for row in zip(*lists, strict=True)]
 
     def _parts(self, values: Sequence[Value]) -> dict[str, float] | None:
-        """Return each function's weighted value, without functions that returned None.
+        """Return each function's weighted value, leaving out functions that returned None.
 
-        If all functions returned None, the result is None.
+        If all functions returned None, return None.
         """
         parts = {
             name: weight * value
@@ -181,8 +181,8 @@ class RewardFunction:
 
         Args:
             spec: the value of task.options.reward.
-            columns: the dataset's own names of columns, from task.options.columns. A parameter of
-                the function may have the dataset's name of a column or Echo's.
+            columns: the dataset's own column names, from task.options.columns. A parameter of the
+                function may have the dataset's name or Echo's name of a column.
 
         Raises:
             ConfigError: if `spec` names no function that can be called as a reward.
@@ -355,8 +355,8 @@ class RewardFunction:
     def _arguments(self, example: Example) -> dict[str, Any]:
         """Return an example's values that the function may take as arguments.
 
-        The keys are the dataset's names of columns. If the function has a parameter with Echo's
-        name of a column, this name is a key, too.
+        The keys are the dataset's column names. If the function has a parameter with Echo's name of
+        a column, Echo's name is a key, too.
         """
         own = {"answer": example.answer, "info": example.info}
         read = {**own, "prompt": example.prompt}

@@ -6,22 +6,24 @@ rewards are within the limits. `_answer` executes the call, in a thread (InlineH
 (PoolHost). Any thread may call a host. The call blocks the thread.
 
 **Threads** are for tasks with `is_bounded`. A call in a thread costs much less than a call in a
-process. A small model makes thousands of short completions per second. For these, processes would
+process. A small model makes thousands of short completions per second, for which processes would
 cost more than the scoring itself. The code may raise or return a wrong type. If the code does not
 return, its thread is abandoned, and a new thread replaces it. The number of abandoned threads is
-limited, since Python cannot kill a thread. Code that holds the interpreter's lock forever would
-stall this process, and no thread can prevent that. Examples are catastrophic backtracking in one
-`re` match, and one huge integer power.
+limited, since Python cannot kill a thread. Threads give no protection against code that holds the
+interpreter's lock forever, such as a `re` match with catastrophic backtracking or a huge integer
+power. Such code stalls this process.
 
-**Processes** are for all other tasks. Each is an interpreter that imports the task and little else
-of Echo (processes/main.py). A process is started for the first call that needs it, and executes
-later calls, too. An episode stays in the process in which it began, because this process holds its
-state. If a call takes too long, or its process dies, the process and all processes that it has
-started are killed. Its episodes end as lost, and the next call starts a new process. If the node's
-process dies first, the guards (processes/guard.py) end the task's processes within two seconds.
+**Processes** are for all other tasks. Each process is an interpreter that imports the task and
+little else of Echo (processes/main.py). A process is started for the first call that needs it, and
+executes later calls, too. An episode stays in the process in which it began, because this process
+holds the episode's state. If a call takes too long, or its process dies, the process and all
+processes that it has started are killed. The process's episodes end as lost, and the next call
+starts a new process. If the node's process dies first, the guards (processes/guard.py) end the
+task's processes within two seconds.
 
-A library's pool (pebble) would not be enough. It unpickles a user's data in this process. It limits
-neither memory nor the size of a result, and does not kill the children of a killed process.
+The process pool of the library pebble would not be enough. It unpickles a user's data in this
+process. It limits neither memory nor the size of a result, and does not kill the children of a
+killed process.
 """
 
 from __future__ import annotations
@@ -60,16 +62,16 @@ from echo.tasks.processes.main import (
 from echo.tasks.task import Example, Task, code_of, search_path
 
 MAX_RETRIES = 2
-"""How often a call is repeated after it raised RetryCall or a connection failed."""
+"""How often a call is repeated if it raises RetryCall or its connection fails."""
 
 TICK_S = 1.0
 """Seconds between two reports of a process that waits for rewards."""
 
 MAX_STUCK_THREADS = 8
-"""Largest number of abandoned threads. Each holds a stack and perhaps a core."""
+"""Largest number of abandoned threads. Each abandoned thread takes a stack and perhaps a core."""
 
 START_TIMEOUT_S = 120.0
-"""Seconds that a process may take to import the task, whose libraries can be large."""
+"""Seconds that a process may take to import the task and its libraries, which can be large."""
 
 GUARD_TIMEOUT_S = 10.0
 """Seconds that a guard may take to end its processes."""
@@ -83,8 +85,8 @@ _PROGRAM = (
 class RewardError(EchoError):
     """A call of a task's code failed.
 
-    The failure is counted, and never replaced by a reward of 0. `reason` is its name in counters
-    and in the ledger:
+    The failure is counted, and never replaced by a reward of 0. `reason` is the name of the failure
+    in counters and in the ledger:
 
         reward_error     the code raised, or returned no finite number
         reward_too_large the code returned a number beyond task.max_reward
@@ -156,7 +158,7 @@ class TaskHost(abc.ABC):
     def score_all(
         self, example: Example, completions: Sequence[str]
     ) -> Generator[float | None, None, None]:
-        """Yield the reward of each answer, None if the task cannot score it.
+        """Yield the reward of each answer; None if the task cannot score an answer.
 
         If the task compares the answers, one call rewards all of them. If the caller stops before
         the last reward, calls that have not begun are cancelled.
@@ -175,7 +177,7 @@ class TaskHost(abc.ABC):
             yield self.score(example, text)
 
     def score(self, example: Example, completion: str) -> float | None:
-        """Return the reward of an answer, None if the task cannot score it.
+        """Return the reward of an answer; None if the task cannot score the answer.
 
         Raises:
             RewardError: if the call of the task's code fails.
@@ -201,7 +203,7 @@ class TaskHost(abc.ABC):
         """Make a call and return its value. Repeat it after a transient fault.
 
         Raises:
-            RewardError: if the call fails. After a transient fault, if the last repetition fails.
+            RewardError: if the call fails, or if all repetitions fail after a transient fault.
         """
         try:
             return self._perform(call)
@@ -245,7 +247,7 @@ class TaskHost(abc.ABC):
 
         Raises:
             TimeoutError: if the call exceeds its time limit.
-            RewardError: if the call was lost with its process. A repetition would not help.
+            RewardError: if the call was lost with its process. The call is then not repeated.
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
@@ -303,12 +305,12 @@ class Episode:
         self._episode = episode
 
     def reply(self, text: str) -> list[Message] | None:
-        """Return the reply to a turn of the policy, None if the episode has ended."""
+        """Return the reply to a turn of the policy; None if the episode has ended."""
         messages: list[Message] | None = self._perform("reply", text)
         return messages
 
     def outcome(self) -> float | None:
-        """Return the reward of the episode, None if the task cannot score it."""
+        """Return the reward of the episode; None if the task cannot score the episode."""
         outcome: float | None = self._perform("outcome")
         return outcome
 
@@ -340,7 +342,8 @@ class ExampleCall:
     line: str
     """A line for the user with the rewards, or with the error."""
     fault: str = ""
-    """Why a run with these rewards would train nothing, with the remedy; "" if it would train."""
+    """Why a run with these rewards would train nothing, with the remedy; "" if the run would train.
+    """
 
     @classmethod
     def of(cls, host: TaskHost, example: Example, right: str | None) -> ExampleCall:
@@ -448,7 +451,7 @@ class _CallingThread(threading.Thread):
 class PoolHost(TaskHost):
     """Executes calls in a limited number of processes.
 
-    A call waits for a free process. It does not wait forever, since every earlier call has a time
+    A call waits for a free process. This wait is bounded, because every earlier call has a time
     limit.
     """
 

@@ -12,9 +12,10 @@ example must consist of JSON values. `reward` must depend only on the example an
         def reward(self, example: Example, completion: str) -> float:
             return float(completion.strip() == example.answer)
 
-The learner sends its workers the task's settings. They may name code: the task's class, a reward
-function, an environment. The code itself is never sent. A worker has its own copy of the code. It
-imports this copy only if its hash equals the hash of the learner's copy (`code_of`, `check_code`).
+The learner sends its workers the task's settings. The settings may name code: the task's class, a
+reward function, an environment. The code itself is never sent. A worker has its own copy of the
+code, and imports this copy only if it has the same hash as the learner's copy (`code_of`,
+`check_code`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 SPLITS = ("train", "heldout")
 
 HELDOUT_ONE_IN = 10
-"""One prompt in this number is held out if a task splits by hash."""
+"""If a task splits prompts by hash, one prompt in this number is held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +95,12 @@ class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an err
 
 Opinion: TypeAlias = float | Mapping[str, float] | None
 """The reward of one answer: a number, or named parts that add up to the reward
-(core/reward_parts.py). It is None if the task cannot score the answer."""
+(core/reward_parts.py). The value is None if the task cannot score the answer.
+"""
 Reward: TypeAlias = Opinion | Awaitable[Opinion]
-"""The reward of one answer. It may be an awaitable."""
+"""The reward of one answer, perhaps as an awaitable."""
 Rewards: TypeAlias = Sequence[Opinion] | Awaitable[Sequence[Opinion]]
-"""The rewards of all answers of a group. They may be an awaitable."""
+"""The rewards of all answers of a group, perhaps as an awaitable."""
 
 
 class Task(abc.ABC):
@@ -132,8 +134,8 @@ class Task(abc.ABC):
     def reward(self, example: Example, completion: str) -> Reward:
         """Return the reward of a completion: a finite number, or named parts.
 
-        If the result is None, the task cannot score the answer. The group then goes on without it.
-        The method may be `async`.
+        Return None if the task cannot score the answer. The group then continues without this
+        answer. The method may be `async`.
         """
 
     def compares_answers(self, example: Example) -> bool:
@@ -156,7 +158,7 @@ class Task(abc.ABC):
         return str(example.answer) if isinstance(example.answer, str | int | float) else None
 
     def num_examples(self, *, split: str) -> int | None:
-        """Return the number of examples of a split; None if it is unlimited."""
+        """Return the number of examples of a split; None if the number is unlimited."""
         return None
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
@@ -169,8 +171,8 @@ class Task(abc.ABC):
         `fault_of` returns what is wrong with an example, or "".
 
         Raises:
-            DataError: if a row is bad, unless the task leaves bad rows out. The message names the
-                first.
+            DataError: if a row is bad and the task does not leave out bad rows. The message names
+                the first bad row.
         """
 
     def dataset_files(self) -> list[Path]:
@@ -194,7 +196,8 @@ class GeneratedTask(Task):
     """A task with random prompts and with demonstrations of answers.
 
     The hash of a prompt decides its split. So a prompt that is drawn twice is in the same split
-    both times. Demonstrations are for the supervised warm-up. All of them have training prompts.
+    both times. Demonstrations are for the supervised warm-up. All demonstrations have training
+    prompts.
     """
 
     max_completion_tokens: int
@@ -213,7 +216,7 @@ class GeneratedTask(Task):
         """Return the reference answer to a prompt. It becomes `example.answer`."""
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return example `index` of a split, drawn with a seed from both."""
+        """Return example `index` of a split, drawn with a seed made from `index` and `split`."""
         # A string seed is hashed with SHA-512: the same on every machine and Python.
         prompt, _ = self._draw_from(random.Random(f"{type(self).__name__}:{split}:{index}"), split)
         return Example(index=index, split=split, prompt=prompt, answer=self.answer(prompt))
@@ -282,9 +285,9 @@ def task_digests(task: Task) -> dict[str, str]:
 
     Returns:
         "task_source": the hash of the files that define the task's class and its base classes.
-            Whole files are hashed, since helper functions beside a class matter, too.
-        "dataset": the hash of the dataset's files. It is empty if there are none, or if this node
-            lacks one.
+            Whole files are hashed, since helper functions beside a class matter, too. "dataset":
+            the hash of the dataset's files. The hash is empty if there are no files, or if this
+            node lacks a file.
     """
     source = blake3()
     for part in (task, *task.parts()):
@@ -318,7 +321,7 @@ def code_of(kind: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def code_digest(kind: str, options: Mapping[str, Any]) -> str:
-    """Return one hash of all the user's code in a task's settings, or ""."""
+    """Return one hash of all the user's code that a task's settings name, or ""."""
     found = [
         [name, code["hash"], code["neighbours"]] for name, code in code_of(kind, options).items()
     ]
@@ -561,7 +564,7 @@ def import_module(where: str, name: str) -> ModuleType:
         name: "package.module", or a path that ends in ".py".
 
     Raises:
-        ConfigError: if there is no such module, or if it cannot be imported.
+        ConfigError: if there is no such module, or if the module cannot be imported.
     """
     directory = str(Path.cwd())
     _search_in(Path(directory))
@@ -599,8 +602,8 @@ def import_module(where: str, name: str) -> ModuleType:
 def find_code(name: str) -> list[Path]:
     """Return the Python files that `import_module` would run for a name.
 
-    These are the module's file and the `__init__.py` of each package around it. Files of Python's
-    standard library are left out.
+    These are the module's file and the `__init__.py` of each package that contains the module.
+    Files of Python's standard library are left out.
 
     Returns:
         The files in the order in which they would run; empty if there is no such module.
@@ -692,9 +695,9 @@ _OWN: dict[str, Path] = {}
 class _OwnFirst:
     """An import finder that finds users' files before other modules of the same name.
 
-    It finds only names in `_OWN`. The users' directories are last on sys.path. If they were first,
-    every file in them could hide a module of another package, even a `random.py` that no reward
-    imports.
+    The finder finds only names in `_OWN`. The users' directories are last on sys.path. If they were
+    first, any file in these directories could hide a module of another package, even a `random.py`
+    that no reward imports.
     """
 
     @staticmethod

@@ -63,8 +63,8 @@ def load_tokenizer(
 
     Args:
         directory: the model's directory.
-        chat_template: a template in place of the tokenizer's own. "" is no template, None the
-            tokenizer's own.
+        chat_template: a template to use instead of the tokenizer's own; "" for no template, None
+            for the tokenizer's own.
 
     Raises:
         DataError: if the directory has no tokenizer that can be loaded.
@@ -108,7 +108,7 @@ _CLOCK = (
     "{%- set made.text = made.text.replace(directive, text) -%}"
     "{%- endfor -%}{{- made.text -}}{%- endmacro -%}"
 )
-"""Jinja macro in place of the clock of chat templates. It reads the time from `_now`."""
+"""Jinja macro that replaces the clock of chat templates, and reads the time from `_now`."""
 
 
 def render_messages(
@@ -126,7 +126,7 @@ def render_messages(
         messages: the messages, which the template gets unchanged.
         chat_template_kwargs: further variables of the template.
         opens_turn: whether the text ends with the opening of the assistant's turn.
-        template: a template to use in place of the tokenizer's own.
+        template: a template to use instead of the tokenizer's own.
 
     Raises:
         DataError: if there is no chat template, or if the template fails.
@@ -161,8 +161,8 @@ TURN = "echo-turn-7f3a91"
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
     """Return the number of characters in `closing` up to the end of the first stop token.
 
-    `closing` is the text that closes a turn. The policy has sampled the stop token. So only the
-    characters after it must be added. Return 0 if `closing` has no stop token.
+    `closing` is the text that closes a turn. The policy has sampled the stop token, so only the
+    characters after this token must be added. Return 0 if `closing` has no stop token.
     """
     known = [token for token in stop_ids if token >= 0]
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in known]
@@ -177,8 +177,8 @@ MARK = "\ufdd0"
 """A character, never assigned by Unicode, that is inserted into control tokens in messages."""
 
 _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
-"""Matches text in the form of a control token. The form decides, too, because some tokenizers do
-not flag their control tokens as `special`.
+"""Matches text in the form of a control token. Some tokenizers do not flag their control tokens as
+`special`, so they are also recognised by this form.
 """
 
 _TEMPLATED = re.compile(
@@ -192,7 +192,7 @@ _TEMPLATED = re.compile(
 def control_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the ids of the tokens that structure a conversation, by text.
 
-    Tokens such as `<think>` are not among them.
+    Tokens such as `<think>` are left out.
     """
     return {
         token.content: token_id
@@ -326,8 +326,8 @@ def decode(
     """Return the text of a completion before its first stop token.
 
     Other special tokens in the completion are kept. If a sampled <pad> in the middle were dropped,
-    a wrong answer could look right. For the same reason, an id that the tokenizer does not know
-    becomes the replacement character. Such ids are padding of the model's vocabulary.
+    a wrong answer could look right. For the same reason, an id that the tokenizer lacks becomes the
+    replacement character. Such ids pad the model's vocabulary.
     """
     stops, num_known = frozenset(stop_ids), len(tokenizer)
     runs: list[list[int]] = [[]]
@@ -370,9 +370,9 @@ class TextCodec:
         the special tokens with which the tokenizer begins a text.
 
         Raises:
-            DataError: if there are messages but no template, or the template fails. Also if the
-                text is already rendered, if the result is empty, or if a token is outside the
-                model's vocabulary.
+            DataError: if there are messages but no template, if the template fails, if the text is
+                already rendered, if the result is empty, or if a token is outside the model's
+                vocabulary.
         """
         if self.tokenizer.chat_template is None and isinstance(prompt, str):
             ids = self.encode_raw(prompt)
@@ -447,12 +447,13 @@ class TextCodec:
         again. If `is_closed`, the turn already ends with a stop token. Otherwise a stop string has
         ended the turn, so the reply begins with the stop token.
 
-        With a chat template the reply reaches from the end of the assistant's turn to the opening
-        of the next turn. Without a chat template it has the unchanged contents of the messages.
+        With a chat template, the reply reaches from the end of the assistant's turn to the opening
+        of the next turn. Without a chat template, the reply has the unchanged contents of the
+        messages.
 
         Raises:
-            DataError: if the template fails, or if it leaves out or changes the policy's text. Also
-                if a token is outside the model's vocabulary.
+            DataError: if the template fails, if it leaves out or changes the policy's text, or if a
+                token is outside the model's vocabulary.
         """
         if fault := fault_of_messages(messages):
             raise DataError(fault)
@@ -616,8 +617,8 @@ class TextCodec:
         """Check a prompt that is text, without encoding it.
 
         Raises:
-            DataError: if the text is already rendered, so that the chat template would render it a
-                second time. Also if there is no template and the text ends with a stop token.
+            DataError: if the text is already rendered and the chat template would render it a
+                second time, or if there is no template and the text ends with a stop token.
         """
         if self.tokenizer.chat_template is None:
             self._refuse_ended(text)
@@ -656,7 +657,7 @@ class TextCodec:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template renders contents that are lists of parts, but drops text."""
+        """Whether the template renders lists of parts, but drops contents that are text."""
 
         def writes(content: object) -> bool:
             turn = {"role": "user", "content": content}
@@ -668,7 +669,7 @@ class TextCodec:
         return not writes(TURN) and writes([{"type": "text", "text": TURN}])
 
     def known(self, ids: Iterable[int]) -> list[int]:
-        """Return token ids as integers, and check that the model knows them.
+        """Return token ids as integers, and check that the model has these ids.
 
         Raises:
             DataError: if an id is outside the model's vocabulary.

@@ -5,10 +5,10 @@
     options = { env = "my_env", args = { num_examples = 500 } }
 
 `env` is the argument of `verifiers.load_environment`. It is an installed environment's id, or the
-name of a module beside the configuration. Such a module has a function `load_environment`. The
-environment keeps its own loop, stop conditions, tools and rubric. Only its model is replaced.
-`_Policy` below is a client of verifiers whose answers come from the workers' engines. Each episode
-is a coroutine of the environment. It waits in `_Policy` for each turn of the policy.
+name of a module beside the configuration with a function `load_environment`. The environment keeps
+its own loop, stop conditions, tools and rubric. Only its model is replaced. `_Policy` below is a
+client of verifiers whose answers come from the workers' engines. Each episode is a coroutine of the
+environment, which waits in `_Policy` for each turn of the policy.
 
 The environment may only append messages to a conversation. It must not change earlier messages,
 since their tokens are trained on. Rubrics that compare the rollouts of a group are refused, since
@@ -61,7 +61,7 @@ class VerifiersTask(Environment):
         self._args = dict(args or {})
 
     def prepare(self) -> None:
-        """Load the environment, which may take long."""
+        """Load the environment. This may take long."""
         assert self._environment is not None
 
     def example(self, index: int, *, split: str) -> Example:
@@ -169,7 +169,7 @@ class _Session:
     def next_request(self) -> list[Any] | None:
         """Wait until the environment asks for a turn, and return the prompt.
 
-        The result is None if the environment has ended the episode.
+        Return None if the environment has ended the episode.
         """
         request = self._requests.get()
         if isinstance(request, BaseException):
@@ -197,7 +197,7 @@ class _Session:
         ]
 
     def outcome(self) -> tuple[float, Mapping[str, float]]:
-        """Return the reward, and the score of each function of the rubric, without its weight."""
+        """Return the reward, and the unweighted score of each function of the rubric."""
         if self._state is None:
             # The environment waits for a turn, but no space is left: `_Policy` raises
             # OverlongPromptError.
@@ -221,7 +221,7 @@ class _Session:
     async def sample(self, prompt: list[Any]) -> str | None:
         """Ask the policy for a turn, and return its text.
 
-        The result is None if there is no space for a turn.
+        Return None if there is no space for a turn.
         """
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put(prompt)
@@ -239,10 +239,11 @@ class _Session:
 
 
 def _parts(rubric: Any, scores: Mapping[str, float], reward: float) -> dict[str, float]:
-    """Return each function's score times its weight; nothing if these do not add up to the reward.
+    """Return each function's weighted score; nothing if they do not add up to the reward.
 
-    A rubric of one function has no parts, and a function with weight 0 is no part. The scores do
-    not add up if two functions have the same name, or if the rubric computes its reward otherwise.
+    A rubric of one function has no parts, and a function with weight 0 is left out. The scores do
+    not add up if two functions have the same name, or if the rubric computes its reward in another
+    way.
     """
     # verifiers has no public way to learn the weights.
     names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()  # noqa: SLF001

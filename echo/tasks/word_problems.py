@@ -4,15 +4,14 @@
                 Answer in one short sentence.
     completion  Ava has 12 + 9 = 21 shells.
 
-A problem asks for one of the four operations on small whole numbers. It is told in one of 32
-stories with random names and things. The reward is 1 if the last number of the completion is the
-answer, else 0. This also holds for a completion that was cut off. The text before that number does
-not affect the reward.
+A problem asks for one of the four operations on small whole numbers. The text is one of 32 stories
+with random names and things. The reward is 1 if the last number of the completion is the answer,
+else 0, even if the completion was cut off. The text before the last number does not affect the
+reward.
 
-A small pretrained model knows the operations. But it may choose the wrong one, miscalculate, or
-continue after the answer. It learns to calculate and to stop. Prompts are split by the hash of
-their text. So held-out problems have the same stories as training problems, but never the same
-text.
+A small pretrained model may choose the wrong operation, miscalculate, or continue after the answer.
+It learns to calculate and to stop. Prompts are split by the hash of their text. So held-out
+problems have the same stories as training problems, but never the same text.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ STORIES: dict[str, tuple[str, ...]] = {
 """The stories by operation; `a` and `b` are the two numbers, in the order of the calculation."""
 
 INSTRUCTION = "Answer in one short sentence."
-"""The last sentence of every prompt. It keeps answers short, so that a CPU generates them fast."""
+"""The last sentence of every prompt. It asks for short answers, which a CPU generates fast."""
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 

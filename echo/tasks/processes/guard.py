@@ -3,10 +3,10 @@
     node  ->  guard  ->  the task's process  ->  its children
 
 The guard executes no code of the task, so no timer, handler or signal mask of that code affects it.
-It checks every second whether the node lives. It ends the task's process when the node has died, or
-when the node sends SIGTERM to the guard. It adopts every descendant whose parent has died, even if
+The guard checks every second whether the node lives. If the node has died or sends SIGTERM to the
+guard, the guard ends the task's process. It adopts every descendant whose parent has died, even if
 the descendant has left its process group. When the task's process has ended, the guard kills all
-these descendants. Then it ends with the exit code or signal of the task's process.
+adopted descendants. Then the guard ends with the exit code or signal of the task's process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 
     Args:
         node: process id of the node, the parent of this process.
-        end: the task's side of the socket pair. The guard closes its copy.
+        end: the task's side of the socket pair. The guard closes its own copy of this descriptor.
     """
     guard = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -80,7 +80,7 @@ def _watch(node: int, task: int) -> None:
 
 
 def _reap(task: int, *, waits: bool) -> int | None:
-    """Return the exit status of the task's process, None while it runs.
+    """Return the exit status of the task's process; None while the process runs.
 
     The exit statuses of adopted processes are dropped. If `waits`, wait for the end of the task's
     process.

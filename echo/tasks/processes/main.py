@@ -8,10 +8,10 @@
     outcome(episode)         -> float or None          the reward of the episode
     end(episode)             -> None                   releases the episode, which may be unknown
 
-Every call gets a CallAnswer: a value, or a fault. The process imports the task. It does not import
-rewards.py, which starts and kills processes. The two sides exchange msgpack messages over a socket
-pair. The length of each message is sent before the message. Only one call is under way at a time.
-Neither side executes the data that it receives.
+Every call gets a CallAnswer: a value, or a fault. The process imports the task, but not rewards.py,
+which starts and kills processes. The two sides exchange msgpack messages over a socket pair. The
+length of each message is sent before the message. Only one call is under way at a time. Neither
+side executes the data that it receives.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOOP_ADVICE = (
 )
 
 MAX_TRACEBACK_LENGTH = 2000
-"""Largest number of sent characters of a traceback, from its end."""
+"""Number of characters that are sent of a traceback, counted from its end."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -78,7 +78,7 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
     texts: tuple[str, ...] = ()
     """The answers, for `reward`."""
     episode: str = ""
-    """The id of the episode, which the caller has chosen and uses only once."""
+    """The id of the episode. The caller chooses a new id for each episode."""
 
     def __str__(self) -> str:
         if self.method == "example":
@@ -92,12 +92,12 @@ class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallFault(msgspec.Struct, frozen=True):
-    """How a call failed, with the fields of `rewards.RewardError`."""
+    """The failure of a call, with the fields of `rewards.RewardError`."""
 
     reason: str
     text: str
     is_transient: bool = False
-    """Whether the same call may succeed if it is made again."""
+    """Whether the same call may succeed if repeated."""
     traceback: str = ""
 
 
@@ -313,8 +313,7 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 def _opinion(value: object, where: str) -> float | dict[str, float] | None:
     """Return a reward as a float, or a reward in parts as floats by name.
 
-    The result is None if the task cannot score the answer. Values that are not finite numbers are
-    refused.
+    Return None if the task cannot score the answer. Refuse values that are not finite numbers.
     """
     if value is None:
         return None
@@ -329,7 +328,7 @@ def _number(value: object, where: str) -> float:
     """Return a reward or a part of it as a float.
 
     Raises:
-        _Refused: if it is not a finite number.
+        _Refused: if the value is not a finite number.
     """
     try:
         reward = float(value)  # type: ignore[arg-type]
@@ -377,7 +376,7 @@ def _messages(answer: str | Message | list[Message], where: str) -> list[Message
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a call that raised this error may succeed if it is made again.
+    """Return whether a call that raised this error may succeed if repeated.
 
     If a connection fails, HTTP clients raise errors whose cause is the socket's error. So all
     causes of the error are examined.
@@ -470,7 +469,7 @@ def _limit_memory(memory_bytes: int | None) -> None:
 
 
 def _data_bytes() -> int:
-    """Return this process's private writable memory in bytes, 0 if unknown."""
+    """Return this process's private writable memory in bytes; 0 if unknown."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123
             found = [line for line in file if line.startswith("VmData:")]

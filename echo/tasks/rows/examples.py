@@ -4,9 +4,9 @@ A row has the column `prompt` (text or messages) or `messages` (a list of object
 `content`). It may also have `tools`, `answer` and `info`. All other columns keep their names. If
 the dataset has other names for these columns, `task.options.columns` gives the names.
 
-If the last message of a row is the assistant's, it is usually a supervised answer. It is seldom the
-beginning of an answer. Echo does not guess, because training after a wrong guess would go on
-without an error. The user has to choose with `assistant_last`.
+If the last message of a row is the assistant's, the message is usually a supervised answer, but may
+be the beginning of an answer. Echo does not guess, because a wrong guess would cause no error. The
+user has to choose with `assistant_last`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowReader:
     """Makes examples from rows. Settings name the columns.
 
     Args:
-        columns: the dataset's names for columns in READ_COLUMNS, where the names differ.
+        columns: the dataset's names for columns in READ_COLUMNS, if the names differ.
         assistant_last: how to read a row whose last message is the assistant's. If empty, such a
             row is refused.
 
@@ -199,7 +199,7 @@ class RowReader:
 
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
-"""Matches the start of messages that Python printed, or of messages as cut-off JSON."""
+"""Matches the start of messages that Python printed, or of messages in truncated JSON."""
 
 
 def _parse_json(value: Any, start: str) -> Any:

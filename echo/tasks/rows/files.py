@@ -1,6 +1,6 @@
 """Reads rows from JSON Lines, Parquet files, saved datasets and the hub.
 
-A dataset has one of these forms. Reading it runs no code of the dataset:
+A dataset has one of these forms. Reading a dataset runs none of the dataset's code:
 
     rows.jsonl                          one JSON object per line, UTF-8 (any ending that is not
                                         below)
@@ -9,8 +9,9 @@ A dataset has one of these forms. Reading it runs no code of the dataset:
                                         result of `datasets.Dataset.save_to_disk`
     hf://ORG/NAME/CONFIG/SPLIT          the hub's own Parquet copy of that split, downloaded once
 
-The package `datasets` is not used. It gives every column a single type. So 5 becomes 5.0 if another
-row has 5.5, and the text 2024-01-02 becomes a datetime. Its errors do not name the row.
+The package `datasets` is not used, because it gives every column a single type. So 5 becomes 5.0 if
+another row has 5.5, and the text 2024-01-02 becomes a datetime. Errors of `datasets` do not name
+the row.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class DatasetRow:
     """A row of a dataset, and the place of the row in its file."""
 
     source: str
-    """The file of the row and the number of its line, such as "train.jsonl:12". In a table it is
-    the number of the row. Both count from 1.
+    """The file and the line of the row, such as "train.jsonl:12". For a table, the row's number
+    takes the place of the line. Lines and rows count from 1.
     """
     columns: dict[str, Any]
     """The values of the row by column, in JSON's types."""
@@ -81,7 +82,7 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
     """Yield the rows of a dataset, and an error for each malformed row.
 
     Columns of bytes and durations in tables are left out with a warning, because a lease cannot
-    carry such values.
+    contain such values.
 
     Args:
         path: the dataset, in one of the forms above.
@@ -92,7 +93,8 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
         ConfigError: if a package is missing, or no row has a column of `leave_out`.
     """
     names: dict[str, str] = {}
-    """For each column so far, the type in it that no lease can carry ("bytes"), or empty."""
+    """For each column so far, the type of its values that no lease can contain ("bytes"), or empty.
+    """
     for file in dataset_files(path):
         if file.suffix in (".parquet", ".arrow"):
             yield from _read_columns(file, path, leave_out, names)
@@ -204,7 +206,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _foreign_kind(path: Path, content: bytes) -> str:
-    """Return the format of a file that is not JSON Lines, with the remedy, or ""."""
+    """Return the format and the remedy for a file that is not JSON Lines, or ""."""
     head = content[:65536].removeprefix(_BOM).lstrip()
     for start, kind in _FOREIGN.items():
         if content.startswith(start):
@@ -287,7 +289,7 @@ def _warn_of_columns(path: str, columns: Mapping[str, str]) -> None:
 
 
 def _find_unsendable(pyarrow: Any, kind: Any) -> str:
-    """Return which values of an Arrow type a lease cannot carry, or ""."""
+    """Return which values of an Arrow type a lease cannot contain; "" if it can contain all."""
     types = pyarrow.types
     if types.is_struct(kind):
         inner = (_find_unsendable(pyarrow, field.type) for field in kind)
@@ -324,7 +326,7 @@ def _batch_rows(path: Path, batches: Any, names: Sequence[str]) -> Rows:
 
 
 def _to_json(value: Any, column: str, source: str) -> Any:
-    """Return a value in JSON's types, in which a lease can carry it.
+    """Return a value converted to JSON's types, as in a lease.
 
     Null fields of objects are dropped. In a typed table every object has the fields of all objects
     in the column.
