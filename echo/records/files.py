@@ -61,7 +61,7 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process on this machine has locked a file; False without a file."""
+    """Return whether a process on this machine has locked a file; False if the file is missing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -108,7 +108,7 @@ def make_private_directory(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Write a file's content, or a directory's names, through to the disk."""
+    """Sync a file's content, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,8 +119,8 @@ def sync_path(path: Path) -> None:
 def hash_file(path: Path) -> str:
     """Return the BLAKE3 hash of a file as hexadecimal digits.
 
-    The file is read, not mapped into memory. So a bad sector raises OSError, and does not kill the
-    process.
+    The file is read instead of mapped into memory, so that a bad sector raises OSError instead of
+    killing the process.
     """
     digest = blake3(max_threads=blake3.AUTO)
     with path.open("rb") as file:
@@ -133,7 +133,7 @@ def hash_file(path: Path) -> str:
 
 TRIAL_BYTES = 16 << 20
 TRIAL_S = 2.0
-"""Longest time of a trial of writes, seconds."""
+"""Longest time of a write measurement, seconds."""
 NUM_SYNCS = 20
 
 

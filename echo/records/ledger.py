@@ -8,36 +8,36 @@ format 4:
   seconds, and the fields of the record class of this kind below. `hash` is BLAKE3 of seq as 8
   bytes, little-endian, followed by body. `kind` and `at` are columns too. `PRAGMA user_version` is
   the format.
-* `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. The number
-  is outside the database. So missing rows are noticed if the log is damaged or an older database is
-  copied here.
+* `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. Because
+  the number is outside the database, missing rows are noticed after damage to the log, and after an
+  older database was copied here.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
   group and the hash of its bytes. A file retires once all its groups have ended and no resume can
   void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read;
-  older files are removed. The number of a file is never given again.
+  older files are removed. File numbers are never reused.
 * `ledger.lock`: the learner that writes the ledger locks this file, which has the learner's process
   id.
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
-What is removed from the run's directory, so that it stays within a bound, is named in a `removed`
-record. The record is synced before anything is deleted. If a crash comes between the two, the next
-resume deletes what the record names.
+Files are removed from the run's directory to keep it within a bound. A `removed` record names these
+files, and is synced before they are deleted. If a crash prevents the deletion, the next resume
+deletes the files.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
 step > f. These steps were abandoned. The remaining records are the surviving line. On this line
-every accepted group has at most one end (it was trained or discarded). It has exactly one after the
-run has finished. A discard is never voided.
+every accepted group has at most one end (trained or discarded), and exactly one after the run has
+finished. A discard is never voided.
 
 Durability. The event loop never waits for the disk: it appends to a queue in memory. One other
-thread at a time writes the queue in order: either the whole queue or nothing (`commit`). After
-`commit` the records survive a kill of the process (write-ahead log, synchronous = NORMAL). After
-`sync` they survive a power cut too (FULL). So a record is committed before other nodes are informed
-of the event. It is synced before another copy of the same data is dropped. Such a copy is a
-worker's acknowledged group, or a checkpoint that a newer one replaces. After a kill or a power cut
-the ledger has a prefix of the committed records, which includes all synced records. All processes
-that have the ledger open share memory for the write-ahead log. So on a network volume they must run
-on the learner's machine.
+thread at a time writes the queue in order, in one transaction (`commit`). After `commit` the
+records survive a kill of the process (write-ahead log, synchronous = NORMAL). After `sync` they
+survive a power cut too (FULL). So a record is committed before other nodes are informed of the
+event. It is synced before another copy of the same data is dropped: a worker's acknowledged group,
+or a checkpoint that a newer checkpoint replaces. After a kill or a power cut the ledger has a
+prefix of the committed records, which includes all synced records. All processes that have the
+ledger open share memory for the write-ahead log. So on a network volume they must run on the
+learner's machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from echo.records.files import is_locked, lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
 FORMAT = 4
-"""Number of the ledger's format; it is raised with every new kind of record."""
+"""Number of the ledger's format, raised with every new kind of record."""
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
 HEAD_FORMAT = b"%020d\n"
@@ -80,9 +80,10 @@ KEPT_BYTES = 256 << 20
 """Largest total size of the retired group files that are kept. No resume needs these files, but
 people may want to read their rollouts."""
 BUSY_S = 30.0
-"""Seconds to wait for a lock of SQLite; readers hold such a lock for milliseconds."""
+"""Seconds to wait for a lock of SQLite, which readers hold for milliseconds."""
 LOG_RECORDS = 2000
-"""Number of records after which the write-ahead log, by then some MB, is moved into the database.
+"""Number of records after which the write-ahead log is moved into the database. The log then has
+some MB.
 """
 READ_ROWS = 2000
 """Number of rows per query, which limits the time for which a reader holds a lock."""
@@ -195,7 +196,7 @@ class Removed(Record, tag="removed"):
     step: int
     """Number of optimizer steps made before the removal."""
     cause: str
-    """The bound."""
+    """The bound that made the removal necessary."""
     paths: tuple[str, ...]
     """The files, and the directories of checkpoints, relative to the run's directory."""
     freed_bytes: int
@@ -218,7 +219,7 @@ class RolledBack(Record, tag="rollback"):
     to_step: int
     """Step of the checkpoint; 0 if the run begins again from its initial weights."""
     number: int
-    """How often the run has rolled back, this time included."""
+    """How often the run has rolled back, including this rollback."""
     cause: str
 
 
@@ -274,7 +275,7 @@ def _hash(seq: int, body: bytes) -> bytes:
 
 
 def _tokens_by_version(group: Group) -> tuple[int, ...]:
-    """Return how many trainable tokens each version sampled, as in `group.versions`."""
+    """Return how many trainable tokens each of `group.versions` sampled."""
     rows = np.concatenate(
         [rollout.policy_versions[rollout.completion_mask] for rollout in group.rollouts]
     )
@@ -410,8 +411,8 @@ class LedgerQueue(ABC):
         """Sync the record of a checkpoint, and drop the bytes of groups no longer needed.
 
         `oldest_step` is the step of the oldest kept checkpoint. A group is needed until it has
-        ended. A group that was trained after `oldest_step` stays needed, because a resume from that
-        checkpoint trains it again.
+        ended. A group that was trained after `oldest_step` stays needed, because a resume from the
+        oldest checkpoint would train the group again.
         """
 
     @abstractmethod
@@ -424,7 +425,7 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def hold(self, group_id: int, place: Place, *, step: int) -> None:
-        """Keep a group that was trained in `step`, after the learner has restarted.
+        """After the learner has restarted, keep a group that was trained in `step`.
 
         A resume from a checkpoint before `step` would train the group again.
         """
@@ -437,7 +438,7 @@ class LedgerQueue(ABC):
     def delete_again(self, paths: Iterable[str]) -> None:
         """Delete the group files among `paths`, except those with loaded or held groups.
 
-        The paths are of `removed` records; a crash may have prevented their deletion.
+        `paths` come from `removed` records. A crash may have prevented the deletion.
         """
 
     @abstractmethod
@@ -625,7 +626,7 @@ class Ledger(LedgerQueue):
             os.pwrite(self._head, HEAD_FORMAT % self.num_records, 0)
 
     def _empty_log(self) -> None:
-        """Move the write-ahead log into the database, unless another process is reading it."""
+        """Move the write-ahead log into the database if no other process is reading."""
         self._database.execute("PRAGMA busy_timeout = 100")
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._database.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
@@ -663,7 +664,7 @@ class Ledger(LedgerQueue):
         return group
 
     def hold(self, group_id: int, place: Place, *, step: int) -> None:
-        """Keep a group that was trained in `step`; do nothing if its file was removed before."""
+        """Keep a group that was trained in `step`; do nothing if its file was removed."""
         if not (self._groups_dir / place.file).exists():
             return
         self._unended.setdefault(place.file, set()).add(group_id)
@@ -727,7 +728,7 @@ class Ledger(LedgerQueue):
         (self._groups_dir / name).unlink()
 
     def _retire(self, name: str) -> None:
-        """Note that no resume needs a group file, which then no longer counts as spooled."""
+        """Mark a group file as retired, so that it no longer counts as spooled."""
         num_bytes = (self._groups_dir / name).stat().st_size
         if name == self._file_name:
             self._leave_file()
@@ -786,7 +787,7 @@ class Ledger(LedgerQueue):
 
 @contextmanager
 def _named(directory: Path, what: str = "the ledger") -> Iterator[None]:
-    """Turn any error of the disk or of SQLite in the block into a StorageError.
+    """Turn errors of the disk or of SQLite in the block into a StorageError.
 
     The message names the directory and the remedy.
     """
@@ -872,7 +873,7 @@ def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
 def _last_file_number(database: sqlite3.Connection, run_dir: Path) -> int:
     """Return the number of the newest group file in which a group was stored; 0 if there is none.
 
-    The file may be removed by now.
+    The file may have been removed since.
 
     Raises:
         StorageError: if the record of the group is damaged.
@@ -941,7 +942,7 @@ def read_lines(run_dir: Path) -> Iterator[str]:
 def read_records(run_dir: Path) -> Iterator[AnyRecord]:
     """Yield the records of a run, oldest first.
 
-    The run may be under way. Records that are written meanwhile are left out.
+    The run may be under way. Records that are written during the read are left out.
 
     Raises:
         DataError: if the run has no ledger.
@@ -987,7 +988,7 @@ def lock_run(run_dir: Path) -> int:
     """Lock a run for this process until the returned descriptor is closed.
 
     Raises:
-        StorageError: if another learner has locked it.
+        StorageError: if another learner has locked the run.
     """
     return lock_directory(
         run_dir,
@@ -998,7 +999,7 @@ def lock_run(run_dir: Path) -> int:
 
 
 def is_in_use(run_dir: Path) -> bool:
-    """Return whether a learner on this machine has the run open; changes nothing."""
+    """Return whether a learner on this machine has the run open."""
     return is_locked(run_dir / "ledger.lock")
 
 
@@ -1032,13 +1033,14 @@ class LedgerState:
     waiting: dict[int, Place] = field(default_factory=dict)
     """Accepted groups that were neither trained nor discarded, with the places of their bytes."""
     trained: dict[int, tuple[int, Place]] = field(default_factory=dict)
-    """Accepted groups that were trained: group id -> step, and the place of its bytes."""
+    """Accepted groups that were trained: group id -> step, and the place of the group's bytes."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     removed: set[str] = field(default_factory=set)
     """Paths of all files that were removed, relative to the run's directory."""
     last_removed: list[str] = field(default_factory=list)
-    """Paths of the files that the last lineage has removed. Those of earlier lineages are deleted,
-    and a checkpoint of the same name is a newer one."""
+    """Paths of the files that the last lineage has removed. Paths of earlier lineages are left out,
+    because a checkpoint of the same name may be newer.
+    """
 
 
 def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> LedgerState:

@@ -1,10 +1,10 @@
-"""Choice of what is removed if a run's directory exceeds a bound.
+"""Choice of the files to remove if a run's directory exceeds a bound.
 
-First goes what no resume needs: retired group files and images of older versions. Then go the
-oldest checkpoints, each with the group files that only a resume from this checkpoint needs. What
-must stay is never chosen, even if the directory then exceeds the bound: the newest and the best
-checkpoint, and the group files that a resume needs from a checkpoint newer than those removed. The
-files that are not listed here (ledger, metrics, logs, exported weights) only count.
+The first choice are files that no resume needs: retired group files and images of older versions.
+The next choice are the oldest checkpoints, each with the group files that only a resume from this
+checkpoint needs. The newest and the best checkpoint must stay, even if the directory then exceeds
+the bound. So must group files that a resume from a checkpoint newer than the removed ones needs.
+Other files (ledger, metrics, logs, exported weights) count towards the bound and are never removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class StoredCheckpoint:
     path: str
     """The directory, relative to the run's directory."""
     must_stay: bool
-    """Whether it is the newest or the best, or an evaluation of it is under way."""
+    """Whether this checkpoint is the newest or the best, or is being evaluated."""
     keeps_groups: bool
-    """Whether the groups that a resume from it trains are kept."""
+    """Whether the groups that a resume from this checkpoint trains are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What a run's directory holds; all paths are relative to this directory."""
+    """The contents of a run's directory; all paths are relative to this directory."""
 
     sizes: Mapping[str, int]
     """Path -> bytes of every file, directory of a checkpoint, or other directory."""
@@ -47,9 +47,9 @@ class Holdings:
 
 
 def plan_removals(held: Holdings, *, max_bytes: int) -> list[str]:
-    """Return the paths to remove, in order, so that at most `max_bytes` are left.
+    """Return the paths to remove, in order, so that at most `max_bytes` remain.
 
-    If what must stay exceeds `max_bytes`, everything else is returned.
+    If the files that must stay exceed `max_bytes`, return all others.
     """
     excess = held.num_bytes - max_bytes
     chosen: list[str] = []
@@ -62,7 +62,7 @@ def plan_removals(held: Holdings, *, max_bytes: int) -> list[str]:
 
 
 def _removable(held: Holdings) -> Iterator[str]:
-    """Yield all that may be removed, in the order of removal."""
+    """Yield all paths that may be removed, in the order of removal."""
     groups = dict(held.group_files)
     steps = {each.step for each in held.checkpoints if each.keeps_groups}
     yield from _freed(groups, steps)
@@ -76,9 +76,9 @@ def _removable(held: Holdings) -> Iterator[str]:
 
 
 def _freed(groups: dict[str, float], steps: set[int]) -> Iterator[str]:
-    """Yield the group files that no resume from a checkpoint of `steps` needs; drop them.
+    """Remove and yield group files that no resume from a checkpoint of `steps` needs.
 
-    Without a checkpoint a resume begins again at step 0.
+    If there is no checkpoint, a resume begins at step 0.
     """
     oldest_step = min(steps, default=0)
     for path in [path for path, step in groups.items() if step <= oldest_step]:

@@ -1,7 +1,7 @@
 """Reads metrics.jsonl, config.json and status.json of a run.
 
-If a crash has cut off the last line of metrics.jsonl, that line is left out. Any other damage is an
-error that names the line. Rows of steps that a resume has abandoned are left out, too.
+If a crash has cut off the last line of metrics.jsonl, this line is left out. Any other damage is an
+error that names the line. Rows of steps that a resume has abandoned are left out.
 
 A worker's rate is its completion tokens divided by the time in which it held at least one group. A
 worker holds a group from the grant to the acceptance. Time without a lease does not lower the rate.
@@ -209,9 +209,9 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 
 
 def _is_of_evaluation(key: str) -> bool:
-    """Return whether a key is a figure of an evaluation, but not of a reward's part.
+    """Return whether a metric's key belongs to an evaluation as a whole.
 
-    The key of a reward's part has one more level.
+    The keys of a reward's parts have one more level.
     """
     return key.startswith("eval/") and key.count("/") <= 2
 
