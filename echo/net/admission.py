@@ -1,6 +1,6 @@
-"""Admission of inbound connections: keys, tokens, and bounds on what strangers can use up.
+"""Admission of inbound connections: keys, tokens, and limits on strangers.
 
-During the handshake with a client libzmq asks whether to admit the client. It sends messages to an
+During the handshake with a client, libzmq asks whether to admit the client, by a message to an
 address inside the process (ZAP, RFC 27). The event loop answers, so no thread is needed. All nodes
 of the run dial with the same key. Each kind of guest dials with a key of its own. libzmq informs a
 refused client and closes its connection.
@@ -26,13 +26,14 @@ MAX_STRANGER_BYTES = 256
 """Largest frame, in bytes, that a connection without a token may send; frames of a handshake are
 shorter."""
 MAX_GUEST_BYTES = 256 << 10
-"""Largest number of bytes of a guest's unfinished message. Where guests are admitted, the first
-message of every connection has this limit, too: it is a short Greet."""
+"""Largest number of bytes of a guest's unfinished message. If guests are admitted, this limit also
+holds for the first message of every connection, a short Greet.
+"""
 CHECK_S = 0.1
 """Seconds between two checks for connections whose unfinished message is too long."""
 CONNECTIONS_PER_CHECK = 512
-"""Largest number of connections in one check, because each of them takes a system call. The next
-check continues with the others.
+"""Largest number of connections in one check, because each connection takes a system call. The next
+check continues with further connections.
 """
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 
@@ -46,17 +47,17 @@ class AcceptedConnections:
     first message within a few round trips. So its connection is closed only if `max_strangers`
     newer connections arrive before that message.
 
-    **Unfinished messages.** libzmq reports a message when its last frame has arrived. It bounds the
-    size of a frame but not the number of frames. So it would store an endless message. The kernel
-    counts the bytes of each connection. A connection is closed if it has received more than its
-    limit since its last whole message. The limit is `max_message_bytes` for a node and
+    **Unfinished messages.** libzmq reports a message when its last frame has arrived. It limits the
+    size of a frame but not the number of frames, so libzmq would store an endless message. The
+    kernel counts the bytes of each connection. A connection is closed if it has received more than
+    its limit since its last whole message. The limit is `max_message_bytes` for a node and
     MAX_GUEST_BYTES for a guest. If guests are admitted, a stranger has a guest's limit. The limit
     works only on Linux, because other kernels do not report the count.
 
     libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor.
     So when all events have been read, the descriptor's number still belongs to the added
-    connection. The number may be reused in the few microseconds after that. No harm is done:
-    `shutdown` fails on a file, and if it ends another link, that link is dialled again.
+    connection. The number may be reused in the few microseconds after that. This does no harm:
+    `shutdown` fails on a file, and if it ends another link, this link is dialled again.
     """
 
     def __init__(self, max_strangers: int, max_message_bytes: int, *, has_guests: bool) -> None:
@@ -93,7 +94,7 @@ class AcceptedConnections:
         self._nodes.discard(descriptor)
 
     def spoke(self, descriptor: int, *, is_guest: bool = False) -> None:
-        """Note that a connection is no stranger: a whole message has arrived over it."""
+        """Record that a whole message has arrived over a connection, so it is no stranger."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)
@@ -180,7 +181,7 @@ DOMAIN, BULK_DOMAIN = b"echo", b"echo bulk"
 
 
 class ZapHandler:
-    """Answers, for the listeners of one context, whether libzmq shall admit a client."""
+    """Answers libzmq's questions whether to admit a client, for the listeners of a context."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class Burst:
 
 
 class Host(Protocol):
-    """The transport as its listeners and dialled links use it."""
+    """The part of the transport that its listeners and dialled links use."""
 
     options: TransportOptions
     totals: TransportStats
@@ -94,7 +94,7 @@ class Host(Protocol):
         """The event loop on which the transport was started."""
 
     def note(self, source: Any) -> None:
-        """Remember that `source` has events, which the next `receive` takes."""
+        """Remember that `source` has events, so that the next `receive` takes them."""
 
     def warn(self, place: str, reason: str, text: str) -> None:
         """Log a warning, at most once a minute for each pair of place and reason."""
@@ -204,7 +204,7 @@ class ZmqChannel:
     ) -> None:
         """Make a ROUTER or DEALER socket, which the caller then binds or connects.
 
-        `more` has further options of the socket. They override those that follow from `options`.
+        `more` has further socket options, which override the options derived from `options`.
         """
         self._loop = loop
         self._on_readable = on_readable
@@ -256,7 +256,7 @@ class ZmqChannel:
             self._on_readable()
 
     def check_soon(self) -> None:
-        """Schedule a call of `check` for the next turn of the loop, unless one is scheduled."""
+        """Schedule a call of `check` for the loop's next turn, if none is scheduled."""
         if not self._will_check:
             self._will_check = True
             self._loop.call_soon(self.check)
@@ -290,9 +290,9 @@ class ZmqChannel:
         self._read_some_news()
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Return the next message's identity and frames; None without a message.
+        """Return the next message's identity and frames; None if no message remains.
 
-        After the result None, the next message wakes the loop.
+        After None was returned, the next message wakes the loop.
         """
         try:
             parts = [self.socket.recv(_AT_ONCE, copy=False)]
@@ -309,7 +309,7 @@ class ZmqChannel:
     def descriptor(self) -> int | None:
         """Return the descriptor of the connection over which the last message arrived.
 
-        None if libzmq does not know it.
+        Return None if libzmq cannot tell the descriptor.
         """
         try:
             return None if self._first_part is None else int(self._first_part.get(zmq.SRCFD))
@@ -319,8 +319,8 @@ class ZmqChannel:
     def user(self) -> PeerId:
         """Return the name under which the connection of the last message was admitted.
 
-        For a bulk connection it is the peer whose token opened the connection. For a guest it is
-        the name of the guest's key. For any other connection it is "".
+        For a bulk connection, the name is the id of the peer whose token opened the connection. For
+        a guest, it is the name of the guest's key. For any other connection, it is "".
         """
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))
@@ -330,8 +330,8 @@ class ZmqChannel:
     def outbox(self, identity: bytes, *, max_unsent_bytes: int | None = None) -> ZmqOutbox:
         """Return a new outbox for the connection that libzmq names by this identity.
 
-        `max_unsent_bytes` limits the bytes that wait in the outbox. None takes the limit of the
-        options.
+        `max_unsent_bytes` limits the bytes that wait in the outbox. If None, the limit of the
+        options applies.
         """
         most = self._options.max_unsent_bytes if max_unsent_bytes is None else max_unsent_bytes
         return ZmqOutbox(self.socket, identity, most)

@@ -10,16 +10,16 @@ two questions:
   one key pair, which is derived from this secret. A listener admits only this key.
 
 **Guests** are not nodes: they watch the run, or operate it. Each kind of guest has a secret of its
-own. The key pair with which it dials is derived from this secret. Only the learner admits these
-keys. The learner's transport reports the name of the key with each guest's connection. It does not
-trust guests, and accepts only small messages from them.
+own, and dials with a key pair that is derived from this secret. Only the learner admits these keys.
+The learner's transport reports the name of the key with each guest's connection. The learner does
+not trust guests, and accepts only small messages from guests.
 
-A worker makes a new server key at each start, because other nodes know its address only from plans.
-The address of a relay is written into configurations. So a relay's key is derived from the secret.
-Then the run's join string is enough on every machine, and it stays valid when the relay restarts.
-As a consequence any node of the run can pose as a relay if it also takes over the relay's address.
-It cannot pose as the learner or change signed data, because the join string has the fingerprint of
-the learner's key.
+A worker makes a new server key at each start, because other nodes learn its address only from
+plans. The address of a relay is written into configurations. So a relay's key is derived from the
+secret. Then the run's join string is enough on every machine, and it stays valid when the relay
+restarts. As a consequence any node of the run can pose as a relay if it also takes over the relay's
+address. It cannot pose as the learner or change signed data, because the join string has the
+fingerprint of the learner's key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from echo.net.transport import parse_address, parse_key, without_key
 
 KEY_BYTES = 32
 SECRET_BYTES = 16
-"""Number of bytes of the secret: as strong as the curve, and 22 letters in a join string."""
+"""Number of bytes of the secret. It is as strong as the curve, and takes 22 letters in a join
+string.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class CurveKeys:
     def of_node(cls, role: str, secret: bytes, *addresses: str) -> CurveKeys:
         """Return the keys of a relay or worker.
 
-        Each call makes a new server key for a worker. If `addresses` has an address with its key,
-        this key is used for the same address without a key.
+        Each call makes a new server key for a worker. If `addresses` contains an address with its
+        key, the key also applies to the same address without a key.
         """
         relay = _derive(secret, "relay")
         known = {}
@@ -111,9 +113,9 @@ class CurveKeys:
     def server_keys(self, address: str) -> tuple[bytes, ...]:
         """Return the keys that the process at `address` may have, the likeliest first.
 
-        There is one key if the address contains its key, or is in `known`. Any other address may
-        belong to a relay, or may be another name of a known process. Then several keys are
-        returned, and the caller tries them in turn.
+        If the address contains its key or is in `known`, a single key is returned. Any other
+        address may belong to a relay, or may be another name of a known process. So several keys
+        are returned, and the caller tries the keys in turn.
         """
         own = parse_key(address) or self.known.get(address)
         if own is not None:

@@ -1,4 +1,4 @@
-"""Links that a node dials, and dials again after every loss until they are closed."""
+"""Links that a node dials, and redials after every loss until `close`."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from echo.net.transport import (
 
 _SAME = "security.curve must be the same on all nodes of a run"
 PROBE_S = 3.0
-"""Seconds after which the probe of an address ends without an answer."""
+"""Longest wait for the answer to a probe of an address, seconds."""
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03\x00"
-"""Start of a ZMTP 3 greeting; after it the other side sends its own greeting."""
+"""Start of a ZMTP 3 greeting, which the other side answers with its own greeting."""
 GREETING_BYTES = 64
 """Length of a ZMTP greeting; bytes 12 to 31 name the mechanism."""
 
 
 class DiallerHost(Host, Protocol):
-    """The transport as a dialled link uses it."""
+    """The part of the transport that a dialled link uses."""
 
     def server_keys(self, address: str) -> tuple[bytes | None, ...]:
         """Return the keys that the process at `address` may have; None means no encryption."""
@@ -164,8 +164,8 @@ class DialledLink:
         """Open a bulk connection to the offered port.
 
         After the first offer, more bulk connections are requested if the link has a long round-trip
-        time. Each connection has its own token. So a token that another machine reads cannot be
-        used again.
+        time. Each connection has its own token, so another machine that reads the token cannot use
+        it again.
         """
         try:
             _, port_bytes, token = map(bytes, offer)
@@ -384,7 +384,7 @@ async def read_greeting(
     """Send the start of a ZMTP greeting; return the first bytes of the answer.
 
     libzmq reports that an attempt failed, but not why. The greeting names the security mechanism of
-    the other side. It must be read before the other side closes the connection.
+    the other side.
 
     Raises:
         TimeoutError: if no connection is made within `within_s` seconds.

@@ -4,11 +4,10 @@ One TCP connection over a long link is as fast as its buffers and its congestion
 1 Gbit/s and 100 ms the bandwidth-delay product is 12.5 MB. A TCP window takes about 0.7 of a
 buffer. So one connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link. Several
 connections together reach all of it. If packets are lost, cubic falls far below the link's rate,
-and BBR does not. So nodes open several connections to a parent if buffers are small or BBR may not
-be chosen. docs/broadcast.md names the sysctls with which one connection is enough.
+but BBR does not. So nodes open several connections to a parent if buffers are small or BBR is not
+permitted. docs/broadcast.md names the sysctls with which one connection is enough.
 
-Open files: each connection takes a descriptor. So the limit on open files is raised as far as the
-process may.
+Each connection takes a descriptor. So the limit on open files is raised as far as permitted.
 """
 
 from __future__ import annotations
@@ -30,10 +29,12 @@ WINDOW_SHARE = 0.7
 overhead."""
 SOCKETS_WITHOUT_BBR = 4
 """Least number of connections of a link without BBR. A lost packet then halves the rate of a single
-connection, and not of the whole link."""
+connection instead of the whole link.
+"""
 WANTED_DESCRIPTORS = 1 << 16
-"""Wanted limit of open files: enough for a learner with thousands of workers that have several
-links each."""
+"""Wanted limit of open files: enough for a learner and thousands of workers, each with several
+links.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def most_sockets(facts: KernelFacts) -> int:
 
 
 def slow_settings(facts: KernelFacts) -> str | None:
-    """Return a line on the settings that make long links slow, or None."""
+    """Return a message about settings that make long links slow, or None."""
     sizes = {"tcp_wmem": facts.max_send_buffer_bytes, "tcp_rmem": facts.max_receive_buffer_bytes}
     faults = [
         f"net.ipv4.{name} allows {size} bytes"
@@ -117,8 +118,8 @@ def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
     """Raise the limit of open files to `wanted`, if permitted; return the new limit.
 
     If `wanted` is not permitted, the limit is raised as far as permitted. Every link takes
-    descriptors. The usual soft limit of 1024 is for programs that use `select`. Echo does not use
-    it.
+    descriptors. The usual soft limit of 1024 is for programs that use `select`, which Echo does
+    not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,15 +1,15 @@
 """Listening sockets, and the connections that other nodes open to them.
 
-A socket is bound first and listens later. So a node takes its address before it opens its files,
-and strangers cannot take the descriptors of those files. Loading a model takes minutes. Meanwhile a
-second learner may start on the same port. Linux lets both bind the port until one of them listens.
-So a bound socket listens for an instant and then stops sharing its port (`_hold`).
+A socket is bound first and listens later. So a node can take its address before it opens its files,
+and strangers cannot use up the descriptors that these files need. Loading a model takes minutes.
+Meanwhile a second learner may start on the same port. Linux lets both bind the port until one of
+them listens. So a bound socket listens for an instant and then stops sharing its port (`_hold`).
 
-The socket is made here and handed to libzmq, so that its congestion control can be chosen. Accepted
+The socket is made here and passed to libzmq, so that its congestion control can be chosen. Accepted
 connections inherit the choice. The choice applies to the bytes that the listening side sends: a
-parent listens, and sends weights to its children. BBR keeps its rate when packets are lost, and
-cubic collapses. The system's default stays on loopback, or if the kernel does not permit the wanted
-algorithm.
+parent listens, and sends weights to its children. When packets are lost, BBR keeps its rate, but
+cubic collapses. On loopback, or if the kernel does not permit the wanted algorithm, the system's
+default is used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
 
 _MAX_BACKLOG = 512
-"""Most connections that wait in the kernel for libzmq.
+"""Largest number of connections that wait in the kernel for libzmq.
 
-At most a sixteenth of the limit of open files.
+A lower limit applies if this number exceeds a sixteenth of the limit on open files.
 """
 _REMEDIES = {
     errno.EADDRINUSE: "another process listens there; stop it or choose another port",
@@ -76,7 +76,7 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Make the kernel refuse connections to this port, and a second socket on it.
+    """Make the kernel refuse connections to this port, and refuse it to other sockets.
 
     Raises:
         OSError: if another socket listens on the port already.
@@ -109,7 +109,8 @@ def _refusal(address: str, error: OSError | UnicodeError) -> TransportError:
 def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
     """Set the congestion control algorithm that accepted connections inherit.
 
-    The system's default stays on loopback, for None, and if the kernel refuses the algorithm.
+    The system's default is used on loopback, if `name` is None, or if the kernel refuses the
+    algorithm.
     """
     host = str(bound.getsockname()[0])
     if name is None or host == "::1" or host.startswith("127."):
@@ -121,16 +122,18 @@ def _set_congestion_control(bound: socket.socket, name: str | None) -> None:
 MAX_GUEST_UNSENT_BYTES = 4 << 20
 """Largest number of bytes that wait to be sent to a guest.
 
-They suffice for several statuses of a large run. A guest that does not read gets no further
+This is enough for several statuses of a large run. A guest that does not read gets no further
 message.
 """
 STRANGERS_NEWS = 1024
-"""Most events of connections that one turn of the loop reads before it closes excess strangers."""
+"""Largest number of connection events that one turn of the loop reads before it closes excess
+strangers.
+"""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Inbound:
-    """A peer that opened a connection to this node, or one of its bulk connections."""
+    """A peer that opened a connection to this node, or a peer's bulk connection."""
 
     peer: PeerId
     identity: bytes
@@ -139,14 +142,15 @@ class Inbound:
     """The descriptor of the peer's connection; -1 after the connection has ended."""
     is_hung_up: bool = False
     tokens: list[bytes] = dataclasses.field(default_factory=list)
-    """The tokens that the peer was sent, one for each bulk connection that it requested."""
+    """The tokens that were sent to the peer, one for each bulk connection that the peer requested.
+    """
     bulk: list[ZmqOutbox] = dataclasses.field(default_factory=list)
     user: str = ""
     """The name of the guest's key; "" for a node."""
 
 
 class ListenerHost(Host, Protocol):
-    """The transport as its listeners use it."""
+    """The part of the transport that its listeners use."""
 
     @property
     def has_guests(self) -> bool:
@@ -239,7 +243,7 @@ class Listener:
         self.channel.close(linger_s)
 
     def close_guest(self, inbound: Inbound) -> None:
-        """Close the connection of a guest, unless it has ended."""
+        """Close the connection of a guest if it is still open."""
         self.channel.read_news()
         if inbound.descriptor >= 0:
             self._accepted.close(inbound.descriptor)
@@ -297,7 +301,7 @@ class Listener:
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
         """Return the inbound peer for a new connection whose first message has arrived.
 
-        None if the connection belongs to no peer. Then its messages are discarded.
+        Return None if the connection belongs to no peer. Its messages are then discarded.
         """
         user = self.channel.user()
         most = MAX_GUEST_UNSENT_BYTES if user else None

@@ -8,7 +8,7 @@ addresses, and reports events. The events of each peer are in this order:
 
 A *dialled* peer is the link that `dial` opened. It keeps its id through every loss and redial until
 `hang_up`. An *inbound* peer is one connection that another node opened. When the connection is
-lost, the id ends. If the same node connects again, it is a new peer. Ids are never used twice.
+lost, the id ends. If the same node connects again, it becomes a new peer with a new id.
 
 Every implementation guarantees the following, and the contract tests check it:
 
@@ -17,8 +17,8 @@ Every implementation guarantees the following, and the contract tests check it:
 * Messages that a peer sent before it closed are received before its `Disconnected`.
 * The dialling side sends the first message: an inbound peer becomes known with its first message.
 * A link may have **bulk connections** beside it, without encryption. Messages over bulk connections
-  (`is_public`) arrive in any order, among each other and relative to messages over the link. If a
-  bulk connection ends, so does the link.
+  (`is_public`) arrive in any order, also relative to messages over the link. If a bulk connection
+  ends, the link ends, too.
 * Everything is bounded by `TransportOptions`. A peer that does not read fills its own queue until
   `send` returns False, and does not affect other peers. A node that does not call `receive` stops
   reading, so the queues of its peers fill.
@@ -41,14 +41,15 @@ from typing import TypeAlias
 from echo.core.errors import TransportError
 
 PeerId: TypeAlias = str
-"""Names a peer within one transport: opaque, made by the transport, never used twice."""
+"""Id of a peer within one transport: opaque, made by the transport, never used twice."""
 
 Frame: TypeAlias = bytes | memoryview
 """One received frame; large frames are views of the memory into which they were received."""
 
 MESSAGE_OVERHEAD_BYTES = 512
-"""Number of bytes that each message counts in addition to its frames. So a limit in bytes also
-limits the number of tiny messages."""
+"""Number of bytes added to the size of each message, so that a limit in bytes also limits the
+number of tiny messages.
+"""
 
 _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
@@ -112,8 +113,9 @@ class TransportOptions:
     """Largest number of bytes accepted for a peer and not yet passed to the kernel, overhead
     included."""
     max_unread_messages: int = 256
-    """Largest number of unread messages of one peer. While so many are unread, the peer's
-    connection is not read."""
+    """Largest number of unread messages of one peer. At this number, the peer's connection is not
+    read.
+    """
     max_burst_bytes: int = 16 << 20
     """Number of bytes after which one `receive` takes no further message."""
     max_burst_messages: int = 256
@@ -132,11 +134,13 @@ class TransportOptions:
     max_redial_s: float = 5.0
     """Longest pause between two attempts, seconds."""
     max_strangers: int = 256
-    """Largest number of inbound connections that have not sent a message; above it the oldest is
-    closed."""
+    """Largest number of inbound connections that have not sent a message. Above this number, the
+    oldest of these connections is closed.
+    """
     max_bulk_connections: int = 1
-    """Largest number of bulk connections of a dialled link; a link with a short round-trip time has
-    one."""
+    """Largest number of bulk connections of a dialled link. A link with a short round-trip time has
+    one bulk connection.
+    """
     linger_s: float = 1.0
     """Seconds for which `close` and `hang_up` still deliver accepted messages."""
 
@@ -162,10 +166,11 @@ class TransportStats:
     refused_sends: int = 0
     """Number of times that `send` returned False."""
     discarded_messages: int = 0
-    """Messages that were discarded: from inbound peers after `hang_up`, and over connections with
-    another protocol."""
+    """Messages that were discarded: from inbound peers after `hang_up`, or over connections with
+    another protocol.
+    """
     failed_handshakes: int = 0
-    """Connections whose other side does not use this protocol, or has a wrong key."""
+    """Connections whose other side uses another protocol or a wrong key."""
     closed_strangers: int = 0
     """Connections that were closed before their first message, because of too many newer
     connections."""
@@ -176,7 +181,7 @@ class TransportStats:
 
 
 class Transport(abc.ABC):
-    """Carries messages between this node and its peers, with the guarantees of this module."""
+    """Exchanges messages between this node and its peers, with the guarantees above."""
 
     options: TransportOptions
     """The limits and timings of this transport."""
@@ -209,9 +214,8 @@ class Transport(abc.ABC):
             has_bulk: whether to ask the other side for a bulk connection, if links are encrypted.
 
         Raises:
-            TransportError: if the address is not of the form tcp://host:port#key, or it has a key
-                but this transport does not encrypt, or it has no key but this transport encrypts
-                and knows no key for the address.
+            TransportError: if the address has another form, if it has a key but this transport does
+                not encrypt, or if this transport encrypts but has no key for the address.
         """
 
     @abc.abstractmethod
@@ -242,8 +246,8 @@ class Transport(abc.ABC):
                 connection.
 
         Returns:
-            Whether the message was queued. It was dropped if the peer is unknown or not connected,
-            or if `max_unsent_bytes` are waiting for the peer already.
+            Whether the message was queued. A message is dropped if the peer is unknown or not
+            connected, or if `max_unsent_bytes` are already waiting for the peer.
 
         Raises:
             ValueError: if there is no frame, or the message exceeds `max_message_bytes`.
@@ -256,7 +260,7 @@ class Transport(abc.ABC):
         Only one caller at a time may wait.
 
         Raises:
-            TransportError: if the transport is closed, before the call or while it waits.
+            TransportError: if the transport is closed before or during the call.
         """
 
     @abc.abstractmethod
@@ -271,8 +275,8 @@ class Transport(abc.ABC):
 def parse_address(address: str) -> tuple[str, int]:
     """Return the host and the port of "tcp://host:port" or "tcp://host:port#key".
 
-    IPv6 addresses stand in brackets, as in tcp://[::1]:7700. For a listener port 0 means any free
-    port. The key belongs to the process that listens at the address. `parse_key` returns it.
+    IPv6 addresses are in brackets, as in tcp://[::1]:7700. For a listener, port 0 means any free
+    port. `parse_key` returns the key.
 
     Raises:
         TransportError: if the address has another form.
@@ -293,7 +297,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def parse_key(address: str) -> bytes | None:
-    """Return the public key in an address, 32 bytes; None without a key."""
+    """Return the public key in an address, 32 bytes; None if there is no key."""
     key = address.partition("#")[2]
     return base64.urlsafe_b64decode(key + "=") if len(key) == 43 else None
 

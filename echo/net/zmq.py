@@ -15,17 +15,17 @@ one pipe. So a dialled link opens a new channel for each attempt, and libzmq's o
 off. ZMQ_IMMEDIATE stays 0. If it were 1, messages that a peer sent just before it closed would be
 discarded. The end of a connection is reported only after its channel has been drained, so last
 messages come first. The ROUTER names each inbound connection itself, because no routing id is sent.
-So a node that comes back after a half-open connection is a new peer and not a refused duplicate.
-libzmq reports the end of an inbound connection by its descriptor. So a peer's descriptor is read
-with its first message. libzmq reports this end before it closes the descriptor. So the number of a
-descriptor never belongs to two peers at once.
+So a node that reconnects after a half-open connection is a new peer, and is not refused as a
+duplicate. libzmq reports the end of an inbound connection by its descriptor. So a peer's descriptor
+is read with its first message. libzmq reports this end before it closes the descriptor. So the
+number of a descriptor never belongs to two peers at once.
 
 **Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how many
-bytes wait for one peer. Its high-water mark counts messages, and the ROUTER drops messages silently
-unless ROUTER_MANDATORY is set. So sends have no high-water mark. Instead pyzmq's tracker of a
+bytes wait for one peer. The high-water mark of a ROUTER counts messages. Without ROUTER_MANDATORY,
+the ROUTER drops messages silently. So sends have no high-water mark. Instead pyzmq's tracker of a
 zero-copy frame reports that libzmq has passed the frame to the kernel. A connection sends in order,
-so one tracker covers all frames before it. The count is exact and needs no acknowledgements on the
-wire. It is cheap, because one tracker per 64 KiB is enough. On the receiving side RCVHWM stops
+so one tracker covers all frames before it. The count is exact, needs no acknowledgements on the
+wire, and is cheap, because one tracker per 64 KiB is enough. On the receiving side RCVHWM stops
 reading, TCP fills, trackers stay open, and `send` refuses.
 
 **Sockets are drained raw, on the loop.** A reader callback only marks a socket as readable.
@@ -40,9 +40,9 @@ without keys encrypts none. libzmq closes a connection that does not finish the 
 ZMTP 1 has no handshake. So a listener without keys cannot close a connection that sends the bytes
 of ZMTP 1.
 
-**Bulk connections** carry chunks that are encrypted already. CURVE would cost more CPU for them
-than all other steps of a chunk. A dialled link requests each connection over CURVE, and gets a port
-and a token:
+**Bulk connections** transfer chunks that are already encrypted. CURVE would take more CPU time than
+all other steps of a chunk. A dialled link requests each connection over CURVE, and gets a port and
+a token:
 
     dialler                              listener
       BULK_ASK                 ->                      over the link
@@ -113,10 +113,10 @@ _NEVER_MS = 1_000_000_000
 
 
 class ZmqTransport(Transport):
-    """Carries messages over TCP with ZeroMQ.
+    """Exchanges messages over TCP with ZeroMQ.
 
     Args:
-        listen_address: tcp://host:port to bind, port 0 for any free one; None to dial only.
+        listen_address: tcp://host:port to bind, with port 0 for any free port; None to dial only.
         options: bounds and timings.
         keys: keys of this process; None to encrypt nothing.
         congestion_control: algorithm of inbound connections; None for the system's default.
@@ -208,7 +208,7 @@ class ZmqTransport(Transport):
     async def _bind_bulk(self, host: str, wanted: int) -> socket.socket | None:
         """Return a socket for bulk connections at the port `wanted`, or any free port.
 
-        None if no port can be bound.
+        Return None if no port can be bound.
         """
         for port in (wanted, 0):
             with contextlib.suppress(TransportError):
@@ -346,7 +346,7 @@ class ZmqTransport(Transport):
         return dataclasses.replace(self.totals)
 
     def note(self, source: Listener | DialledLink) -> None:
-        """Remember that `source` has events, which the next `receive` takes."""
+        """Remember that `source` has events, so that the next `receive` takes them."""
         self._noted[source] = None
         self._wake()
 
@@ -384,7 +384,7 @@ class ZmqTransport(Transport):
     def warn(self, place: str, reason: str, text: str) -> None:
         """Log a warning, at most once a minute for each place and reason.
 
-        So redials and several links to one place do not repeat the warning.
+        So redials and further links to the same place do not repeat the warning.
         """
         line = self._warnings.line(place, reason, text, now=self.loop.time())
         if line is not None:
@@ -431,7 +431,7 @@ class ZmqTransport(Transport):
     def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
         """Return the socket options that encrypt a link to the owner of this server key.
 
-        Without encryption the key is None, and there are no options.
+        Without encryption, the key is None and no options are returned.
         """
         if self._keys is None or server_key is None:
             return {}
