@@ -4,8 +4,7 @@
                                     in keys/operate: may also change the run
 
 KEY is the learner's connection key, as in the join string. SECRET differs from the join string's
-secret. A join string only lets a node join the run. A viewer's key only lets a user read its status
-or, from keys/operate, change it.
+secret. A join string is refused for viewing, and a viewer's key is refused for joining.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Target:
     run_dir: Path | None
     """The run's directory, if it is on this machine."""
     accesses: tuple[Access, ...]
-    """Ways to reach the learner, in order; empty for a run whose links are not encrypted."""
+    """Keys and addresses to try, in order; empty if the run's links are not encrypted."""
 
 
 def find_run(text: str) -> Target:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 MAX_OUTPUT_BYTES, MAX_OUTPUT_LINES = 64 << 10, 20
-"""The last bytes and lines of a command's output are kept, up to these numbers."""
+"""Largest numbers of bytes and lines that are kept from the end of a command's output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,21 @@
 """Memory-mapped version stores on disk, from which a restarted node resumes.
 
-Files in the directory (network.store_dir) that this module creates:
+This module creates these files in the directory network.store_dir:
 
     v12-L1-<run>.image       the bytes of version 12, lineage 1; <run> is a hash of the run's id
-    v12-L1-<run>.manifest    the learner's signed manifest, as it travelled
+    v12-L1-<run>.manifest    the learner's signed manifest, as received
     echo-image-<n>.tmp       unfinished files, and spare files that will be reused
-    echo-store-2.lock        flock held by the process that owns the directory, with its pid; 2 is
-                             the format; a directory in another format is refused
+    echo-store-2.lock        lock file with the pid of the process that uses the directory; 2 is the
+                             format, and a directory in another format is refused
 
 Faults and their effects:
 
-* **Killed in mid-write** (kill -9, out of memory): the kernel keeps the written pages. The next
-  process finds the image and its manifest, and `verify_held` determines which chunks are whole.
-  Files are deliberately not synced to the disk. After a power failure a lost or torn page fails its
-  hash and is fetched again. A torn manifest fails its signature. An image gets its name only after
-  its whole file is allocated. The next process removes unfinished files, and images without a
-  manifest.
+* **Killed while chunks are written** (kill -9, out of memory): the kernel keeps the written pages.
+  The next process finds the image and its manifest, and `verify_held` determines which chunks are
+  whole. Files are deliberately not synced to the disk. After a power failure a lost or torn page
+  fails its hash and is fetched again. A torn manifest fails its signature. An image gets its name
+  only after its whole file is allocated. The next process removes unfinished files, and images
+  without a manifest.
 * **Killed while a version is written in place**: the image gets the new version's name before the
   first word changes. The new version has no manifest yet. So the next process drops the image, and
   fetches a whole image.
@@ -23,21 +23,21 @@ Faults and their effects:
   stored in files.
 * **Disk full**: a file is preallocated before it is mapped. Otherwise a write to a mapped file on a
   full disk would kill the process (SIGBUS). If the disk has too little space, spares are removed
-  first. If the space still does not suffice, the version is kept in memory and one warning is
-  logged. The node then works as if network.store_dir were not set, and a restart fetches the
-  version again. If memory has no space either, `create` raises StorageError.
+  first. If this is not enough, the version is kept in memory and one warning is logged. The node
+  then works as if network.store_dir were not set, and a restart fetches the version again. If
+  memory has no space either, `create` raises StorageError.
 * **Limit** (network.store_bytes): counts all versions in the store, on disk or in memory.
 * **Slow disk**: a write into the mapping goes to the page cache, and the kernel writes the cache
   back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
   the writer wait in a page fault. So chunks are written in threads (`write`, without the GIL). The
-  parent gets credit for a chunk only when it is written (`echo/weights/receiver.py`). So a slow
-  disk slows down only the transfer. If the transfer is too slow, point store_dir to a tmpfs such as
-  /dev/shm/echo, or raise vm.dirty_ratio. A tmpfs survives the process, but not the machine. One
-  thread writes manifests and removes files, in order. The event loop itself preallocates and
+  parent gets credit for a chunk only after the chunk is written (`echo/weights/receiver.py`). So a
+  slow disk slows down only the transfer. If the transfer is too slow, point store_dir to a tmpfs
+  such as /dev/shm/echo, or raise vm.dirty_ratio. A tmpfs survives the process, but not the machine.
+  One thread writes manifests and removes files, in order. The event loop itself preallocates and
   renames an image's file. This happens once per version and usually takes milliseconds. A disk that
   fails to read a page back kills the process (SIGBUS), as for any mapped file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
-* **Other runs**: their versions are removed in `recover`. Files of other names are never touched.
+* **Other runs**: their versions are removed in `recover`. Files with other names are not touched.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ from echo.weights.store.patches import Patch
 
 
 BATCH_BYTES = 1 << 20
-"""Bytes hashed per task of the pool. A smaller task would cost more than its hashes."""
+"""Bytes hashed per task of the pool. A smaller task would start more slowly than it runs."""
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
     """Return one byte per chunk: 1 if the chunk matches its hash, else 0.
 
-    `storage` has the manifest's size. Bytes of a file that were never written read as zeros.
+    `storage` must have the image size that the manifest states. Bytes of a file that were never
+    written read as zeros.
     """
 
     def is_held(index: int) -> bool:
@@ -178,9 +179,9 @@ class Saved:
 
     version: PolicyVersion
     signed_manifest: bytes
-    """The manifest with the learner's signature, which the caller must verify."""
+    """The manifest with the learner's signature. The caller must verify the signature."""
     storage: memoryview
-    """The image's bytes, writable; `verify_held` determines which chunks were written."""
+    """The writable bytes of the image. `verify_held` determines which chunks are valid."""
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +197,7 @@ class Pages:
         return len(self.mapping)
 
     def lend(self) -> memoryview:
-        """Return a view of all bytes; while it is alive, `is_lent` is true."""
+        """Return a view of all bytes. While the view is alive, `is_lent` is true."""
         exporter = np.frombuffer(self.mapping, dtype=np.uint8)
         self._exporter = weakref.ref(exporter)
         return exporter.data
@@ -250,8 +251,8 @@ class MemoryStore(VersionStore):
     ) -> memoryview:
         """Allocate and return the memory for a version's image, with undefined contents.
 
-        The signed manifest is stored with the image. If it is None, `sealed` stores the manifest
-        later.
+        The signed manifest is stored with the image. If `signed_manifest` is None, `sealed` stores
+        the manifest later.
 
         Raises:
             StorageError: if the limit, the disk or the memory has too little space for the version.
@@ -414,9 +415,8 @@ def _refuse_other_format(directory: Path) -> None:
 class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
-    The directory is created if it does not exist. It is locked until `close`. All versions together
-    take at most `limit_bytes`. If `limit_bytes` is None, they take at most DEFAULT_SHARE of the
-    free disk space.
+    The directory is created if it does not exist, and locked until `close`. All versions together
+    take at most `limit_bytes`; if it is None, at most DEFAULT_SHARE of the free disk space.
 
     Raises:
         StorageError: if the directory cannot be used, or another process uses it.
@@ -470,7 +470,7 @@ class DiskStore(MemoryStore):
     # --- in place --------------------------------------------------------------------------------
 
     def begin_patch(self, patch: Patch) -> None:
-        """Rename the image's file to the version that a patch is about to write."""
+        """Rename the image's file for the version that a patch will write."""
         self._rename(patch.base, patch.base, patch.version)
 
     def cancel_patch(self, patch: Patch) -> None:
@@ -494,8 +494,8 @@ class DiskStore(MemoryStore):
         """Return an earlier process's versions of this run, newest first.
 
         Call this method in a thread, because it may take long, and before the first `create`. The
-        other files of the earlier process are removed. Versions that this process stored are not
-        returned. If the process stored them for another run, they are dropped.
+        other files of the earlier process are removed. If this process has stored versions of
+        another run, they are dropped.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:

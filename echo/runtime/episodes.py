@@ -1,9 +1,9 @@
 """Multi-turn rollouts: the engine samples turns, and the environment replies.
 
-Sampled tokens are kept: their text is never encoded again. Each reply of the environment is encoded
-once and appended. The next turn continues all these tokens. A rollout's mask is True for sampled
-tokens only, and only they have log-probabilities. `max_completion_tokens` bounds all tokens of an
-episode, including the environment's.
+Sampled tokens are kept as they are. Their text is never encoded again. Each reply of the
+environment is encoded once and appended. The next turn continues all these tokens. A rollout's mask
+is True for sampled tokens only, and only they have log-probabilities. `max_completion_tokens`
+bounds all tokens of an episode, including the environment's.
 
 Episodes that are played together advance turn by turn. The engine samples the turn of all running
 episodes in one call. Then the environment replies to several episodes concurrently. The finish
@@ -120,12 +120,12 @@ class EpisodeRunner:
         *,
         version: PolicyVersion | None = None,
     ) -> list[list[Rollout] | RewardError]:
-        """Play groups to the end; return each group's rollouts, or the error that ended it.
+        """Play groups to the end. Return each group's rollouts, or its error.
 
         `sampling.max_completion_tokens` bounds a whole episode. The watcher receives counts of
         tokens and replies. If the watcher stops the call, unfinished groups are dropped. If the
-        environment's process was lost, the group is played again. If `version` is not None, it
-        samples all turns.
+        environment's process was lost, the group is played again. If `version` is given, this
+        version samples all turns.
 
         Raises:
             VersionError: before the first turn, if the given version is not installed.
@@ -160,7 +160,7 @@ class EpisodeRunner:
         self._host.count("env/tool_calls", sum(play.num_tool_calls for play in group))
 
     def close(self) -> None:
-        """End the threads that wait for replies, without waiting for them."""
+        """End the threads that wait for replies. The call returns at once."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _play(
@@ -318,7 +318,7 @@ class _Play:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last sampled turn ends with a stop token, not with a stop string."""
+        """Whether the last sampled turn ends with a stop token. A stop string does not count."""
         return int(self.turn_ids[-1]) in self._stop_ids
 
     def add_sampled(self, completion: Completion) -> None:
@@ -396,7 +396,7 @@ MAX_AUTO_PROCESSES = 4
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
-    """Return {CODE: hash and path of each module of the task's code}.
+    """Return the setting `CODE`: hash and path of each module of the task's code.
 
     Workers compare these hashes with their own code. If only the learner runs the code, the result
     is empty.
@@ -413,7 +413,11 @@ def check_inherited_code(
     *,
     inherited_dir: Path,
 ) -> None:
-    """Check, before the import, that a worker's task code is the learner's."""
+    """Check that a worker's task code equals the learner's. Called before the code is imported.
+
+    Raises:
+        ConfigError: if the code is missing on this machine, or differs from the learner's.
+    """
     if reward.where != "learner":
         learners = settings.get(CODE, {})
         check_code(section.kind, section.options, learners, inherited_dir=inherited_dir)

@@ -44,7 +44,7 @@ MAX_CHARACTERS = 200
 """Largest number of logged characters of a text. If a text is longer, its length is logged too."""
 
 MAX_DEPTH = 16
-"""Largest number of logged levels of a nested value. Messages of nodes have fewer levels."""
+"""Largest number of logged levels of a nested value, enough for all messages of nodes."""
 
 
 class EventLog:

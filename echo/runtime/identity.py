@@ -156,7 +156,7 @@ def load_or_create_keys(run_dir: Path) -> tuple[CurveKeys, bytes]:
 
 
 def write_join(run_dir: Path, address: str, keys: CurveKeys, secret: bytes) -> Join:
-    """Write the join string into the run directory, and return its contents.
+    """Write the join string into the run directory, and return it in parsed form.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -215,9 +215,9 @@ class JoinSource:
     def find(self) -> Join | None:
         """Return this node's join string; None if there is none.
 
-        The join string is searched in `connect`, then in security.join, then in the run directory,
-        which nodes on the learner's machine share. security.join contains the join string, or the
-        path of a file with the join string.
+        The join string is taken from `connect`, else from security.join, else from the run
+        directory. Nodes on the learner's machine share the run directory. security.join contains
+        the join string itself, or the path of a file that contains it.
 
         Raises:
             ConfigError: if the file cannot be read, or a text is not a join string.
@@ -289,7 +289,7 @@ class JoinSource:
 def join_address(address: str, advertise: str | None) -> str:
     """Return the address at which other nodes reach a learner that listens on `address`.
 
-    If `address` is a wildcard, the result guesses the address of the interface with the default
+    If `address` is a wildcard, the result is a guess: the address of the interface with the default
     route.
     """
     if advertise is not None:

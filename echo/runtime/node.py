@@ -3,8 +3,8 @@
     transport events, timer, results of model work  ->  role  ->  actions  ->  perform
 
 Only the event loop calls the role, so the role needs no locks. Model work runs in threads
-(`threads.py`), which pass their results to the loop. There is one timer. It is reset only for an
-earlier deadline. A timer that fires too early sets the next timer.
+(`threads.py`), which pass their results to the loop. There is one timer. The node resets the timer
+only for an earlier deadline. If the timer fires too early, the node sets it again.
 
 An unexpected exception ends the node, because a half-failed node would do more harm. An exception
 during the handling of a peer's message drops only this peer, which may join again. Otherwise one
@@ -79,7 +79,7 @@ INTERRUPTED = "interrupted"
 STALL_S = 0.5
 """If a timer fires more than this many seconds late, the loop was blocked."""
 CATCH_UP_S = 0.2
-"""After a blocked loop, seconds for reading messages before deadlines are checked."""
+"""Seconds for which messages are read after the loop was blocked, before deadlines are checked."""
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
@@ -140,7 +140,7 @@ class BusyTime:
         self._num_calls -= 1
 
     def take_ms(self, *, now: float) -> int:
-        """Return the busy time since the last call of this method, whole milliseconds."""
+        """Return the busy time since the last call of this method, in whole milliseconds."""
         self._count(now)
         milliseconds = int(1000 * self._seconds)
         self._seconds -= milliseconds / 1000
@@ -194,7 +194,7 @@ class Node:
         """Handle the connection of a guest. `user` is the name of the guest's key."""
 
     def before_expire(self) -> None:
-        """Update the role's counters before `expire`, which may send a heartbeat with them."""
+        """Update the role's counters before `expire`, which may report them."""
 
     async def work(self) -> None:
         """Do the work of this kind of node.
@@ -262,7 +262,7 @@ class Node:
         return self._stopped is not None and self._stopped.done()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
-        """Make `run` return `reason`, or raise `error` if it is given."""
+        """Make `run` return `reason`, or raise `error` if `error` is given."""
         if self._stopped is None or self.has_ended:
             return
         if error is not None:
@@ -321,9 +321,9 @@ class Node:
             self._finish_turn()
 
     def _connected(self, event: Connected) -> None:
-        """Report a new link: one that this node has dialled, or a guest's.
+        """Report a link that this node has dialled, or a guest's link, to the role.
 
-        Other nodes introduce themselves by their first message.
+        Other peers introduce themselves by their first message.
         """
         if event.address is not None:
             self.perform(self._role.connected(event.peer, now=self.now))
@@ -445,9 +445,9 @@ class Node:
             self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
-        """Check `is_done` every 50 ms. Return True once it is true, or False after `within_s`.
+        """Check `is_done` every 50 ms; return True when it succeeds, or False after `within_s`.
 
-        Only a node that is ending uses this, to wait for conditions in the role's state.
+        Used at the end of a node, to wait for conditions in the role's state.
         """
         give_up_at = self.now + within_s
         while not is_done():
@@ -474,14 +474,14 @@ class DialingNode(Node):
     ) -> None:
         """Connect role, transport and threads as `Node` does.
 
-        If `version_store` is None, versions are kept in memory without a limit of their size.
+        If `version_store` is None, versions are kept in memory without a size limit.
         """
         super().__init__(role, transport, threads=threads, log=log)
         self.role = role
         self.version_store = version_store
 
     def before_expire(self) -> None:
-        """Add the time in which this node wrote weights to the counters for heartbeats."""
+        """Update the counter of time spent on weights, which heartbeats report."""
         self.role.counters.add("weights/busy_ms", self._weights_busy.take_ms(now=self.now))
 
     async def work(self) -> None:
@@ -489,7 +489,7 @@ class DialingNode(Node):
         self.report(Started())
 
     async def recover(self) -> None:
-        """Pass the versions that an earlier process of this node stored to the broadcast."""
+        """Read the versions that an earlier process stored, and offer them to the broadcast."""
         version_store, broadcast = self.version_store, self.role.broadcast
         if version_store is None:
             return
@@ -536,7 +536,7 @@ MAX_ASSET_BYTES = MAX_PAYLOAD_BYTES
 MAX_STRANGERS = 4096
 """Largest number of connections that have not sent a message yet.
 
-The number is lower if a quarter of the limit of open files is lower.
+If a quarter of the limit of open files is lower, this quarter is used.
 """
 FIRST_WINDOW_CHUNKS = 4
 """Number of chunks that a child requests ahead until the rate of its link is measured.

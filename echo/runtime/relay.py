@@ -34,7 +34,7 @@ class RelayNode(DialingNode):
                 raise LocalProtocolError(f"a relay cannot {type(action).__name__}")
 
     async def _set_up(self) -> None:
-        """Recover stored versions, and report Built: a relay has nothing to build."""
+        """Recover stored versions, then report Built."""
         await self.recover()
         self.report(Built({}))
 

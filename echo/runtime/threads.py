@@ -24,7 +24,7 @@ The number is the same as in asyncio's default executor.
 
 
 class Pool(Protocol):
-    """Threads for one purpose. Calls start in the order of `run`."""
+    """Threads for one purpose. Calls start in the order in which `run` received them."""
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
         """Call a function in a thread. Return a future of the result or exception."""

@@ -1,8 +1,8 @@
 """Connect a viewer to a learner, to request statuses and to send operations.
 
 A viewer dials every address at which the learner may be, and uses the first address that answers.
-The viewer requests the next status only after the previous status has arrived. So a slow link
-carries fewer statuses, but no outdated ones. A lost connection is redialled automatically.
+The viewer requests the next status only after the previous status has arrived. So over a slow link,
+statuses arrive less often, but are never outdated. A lost connection is redialled automatically.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ViewerLink:
     def __init__(self, accesses: Sequence[Access]) -> None:
         """Prepare to dial one learner at several addresses.
 
-        `accesses` has at least one access. All have the same keys.
+        `accesses` has at least one access. All accesses have the same keys.
         """
         key = parse_key(accesses[0].address)
         assert key is not None, "a viewer's key has the learner's key"

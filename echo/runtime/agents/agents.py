@@ -73,7 +73,7 @@ class AgentParts:
     endpoint_path: Path
     """File to which the endpoint's address and the token for agents are written."""
     reward: Callable[[Example, str], float | None]
-    """The task's reward function, used if an agent reports no reward; it blocks."""
+    """The task's reward function, used if an agent reports no reward. The function blocks."""
     max_abs_reward: float
     """Largest absolute value of a reward."""
 
@@ -316,7 +316,7 @@ class Agents:
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return the tokens of a context, the earlier call that it continues, and its text.
+        """Return a context's tokens, the earlier call that the context continues, and its text.
 
         The call is None if the context continues no earlier call. Runs in a thread.
         """

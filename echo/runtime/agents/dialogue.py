@@ -1,9 +1,9 @@
 """Tokenize agents' calls, and keep sampled tokens as they were sampled.
 
-An agent sends its whole context as text. Encoding this text again could give other tokens than were
-sampled. For example, "12" may have been sampled as "1", "2". The learner would then train on a
-context that the sampler never had. So if the text begins with an earlier call's context and
-completion, that call's tokens are used. Only the rest of the text is encoded.
+An agent sends its whole context as text. Encoding this text again could give different tokens. For
+example, "12" may have been sampled as "1", "2". The learner would then train on a context that the
+sampler never had. So if the text begins with an earlier call's context and completion, that call's
+tokens are used. Only the rest of the text is encoded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Dialogue:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return messages as the text that the chat template makes of them (`TextCodec.render`).
+        """Return the text that the chat template makes of messages (`TextCodec.render`).
 
         Raises:
             DataError: if there is no chat template, if the template does not support tools, or if
@@ -42,7 +42,7 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the first argument that differs from the run's settings; "" if all are equal."""
+        """Return the name of the first argument that differs from the run's settings, or ""."""
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
@@ -78,7 +78,7 @@ class Dialogue:
         return np.concatenate([call.ids, np.array(more, np.int32)]), call
 
     def continue_ids(self, ids: Sequence[int], known: Sequence[Turn]) -> tuple[Ids, Turn | None]:
-        """Return token ids as an array, and the earlier call that they continue, or None.
+        """Return token ids as an array, and the earlier call that the ids continue, or None.
 
         Raises:
             DataError: if a token is outside the model's vocabulary.
@@ -101,7 +101,7 @@ class Dialogue:
 
 
 def _after(text: str, length: int) -> str:
-    """Return the text after its first `length` characters, where a `MARK` is no character."""
+    """Return the text after its first `length` characters, `MARK`s not counted."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks

@@ -88,7 +88,7 @@ _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (BodyError, 400),
     (DataError, 400),
 )
-"""HTTP status of each class of error: the first class that matches counts. The default is 500."""
+"""HTTP statuses of errors: the first matching class determines the status, else 500."""
 _SERVED = (
     "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also behind /sessions/ID; "
     "give a client a base URL that ends in /v1"

@@ -65,7 +65,7 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write it into the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
 }
-"""Unsupported fields: the values that do not change an answer, and a remedy for others."""
+"""Unsupported fields: the values without effect on an answer, and a remedy for others."""
 
 
 class _Body(msgspec.Struct):
@@ -118,7 +118,7 @@ def read_body(data: bytes, kind: type[ChatBody] | type[TextBody]) -> Body:
     """Return the parsed body of a call.
 
     Raises:
-        BodyError: if the body is malformed or has an unsupported field.
+        BodyError: if the body is malformed or requests something unsupported.
     """
     try:
         body, unable = msgspec.json.decode(data, type=kind), msgspec.json.decode(data, type=_Unable)

@@ -27,8 +27,7 @@ from echo.wire.messages import Lease
 MAX_EPISODE_ATTEMPTS = 3
 """A group is given up if one of its episodes has had this many attempts."""
 MAX_SESSION_CALLS = 1024
-"""Largest number of calls of a session. Each call takes memory, so an agent that loops is stopped.
-"""
+"""Largest number of calls of a session, which bounds the memory of an agent in a loop."""
 
 
 class SessionError(EchoError):
@@ -164,7 +163,7 @@ class Episodes:
         session.num_calls += 1
 
     def check_rewardable(self, session: Session) -> None:
-        """Raise a SessionError if a session has no completed call, or a call is running."""
+        """Raise a SessionError if a session has no completed call, or has a running call."""
         if session.num_running:
             raise SessionError(f"session {session.session_id}: a call is still being answered")
         if not session.turns:
@@ -180,7 +179,7 @@ class Episodes:
             The outcomes of the group; None while an episode of the group is unfinished.
 
         Raises:
-            SessionError: if the session has no completed call, or a call is running.
+            SessionError: if the session has no completed call, or has a running call.
         """
         self.check_rewardable(session)
         entry = self._close(session)
@@ -205,10 +204,10 @@ class Episodes:
         return True
 
     def take_abandoned(self) -> int:
-        """Return the number of tokens sampled since the last call that will not be trained on.
+        """Return the number of newly abandoned tokens, and reset this number.
 
-        These are the tokens of sessions that were given up, and of rewarded sessions whose lease
-        was given up.
+        Abandoned tokens are those of sessions that were given up, and of rewarded sessions whose
+        lease was given up.
         """
         number, self._num_abandoned_tokens = self._num_abandoned_tokens, 0
         return number
@@ -267,8 +266,8 @@ def group_of(
         lease: the lease.
         worker_id: the worker's id.
         outcomes: the results of all episodes.
-        max_tokens: largest number of tokens in a rollout, summed over its chains, prompt
-            included. Chains that exceed this number are left out, but one chain always stays.
+        max_tokens: largest number of tokens in a rollout, summed over its chains, prompt included.
+            Chains above this number are left out, but at least one chain is kept.
 
     Returns:
         The group, and its number of chains.

@@ -35,7 +35,7 @@ class Turn:
     text: str
     """Context and completion as text, special tokens included."""
     parent: Turn | None
-    """The call that this call continues; None if it begins a chain."""
+    """The call that this call continues; None if this call begins a chain."""
     num_hidden: int = 0
     """Number of characters at the end of `text` that the agent does not see.
 
@@ -92,9 +92,10 @@ class TokenTree:
         self._branches: list[tuple[int, int]] = []
         self._starts: list[int] = []  # of all pieces
         self._begun: dict[tuple[int, int], int] = {}
-        """The start of the first piece that follows a place (-1 for nothing) with a token."""
+        """Start of the first piece, by the place before the piece (-1 if none) and its first token.
+        """
         self._parts: list[tuple[Completion | None, int]] = []
-        """Completions, and None for tokens that were sent, each with its number of tokens."""
+        """(completion, number of its tokens); None instead of a completion for context tokens."""
         self._ends: dict[Turn, int] = {}
         for turn in turns:
             self._add(turn)
@@ -161,8 +162,8 @@ class TokenTree:
     def _find(self, turn: Turn) -> tuple[int, Ids]:
         """Find the longest beginning of a call's context that is already in the tree.
 
-        Return the place of its last token, and the token ids of the rest of the context. The place
-        is -1 if the tree has no common beginning with the context.
+        Return the place of the last token found, and the token ids of the rest of the context. The
+        place is -1 if the tree has no common beginning with the context.
         """
         place, rest = -1, turn.context_ids
         if turn.parent is not None:

@@ -4,9 +4,9 @@ The doctor dials and joins as a relay does, up to the Welcome. The doctor never 
 learner gives it no place in the broadcast and no lease. At the end the doctor sends Goodbye.
 
     Greet -> Greeted      the node that answers
-    Probe -> ProbeAck     round-trip time; upload rate, from blocks of zeros of growing size
+    Probe -> ProbeAck     round-trip time; upload rate, measured with blocks of zeros
     Hello -> Welcome      the learner's signature, its hashes, settings and time of day
-    AssetRequest -> Asset download rate, from the largest file that a worker would inherit
+    AssetRequest -> Asset download rate, measured with the largest file that a worker inherits
     Goodbye
 
 If the doctor dials a relay, Greet and Probe measure the link to the relay. The later messages
@@ -72,7 +72,7 @@ FIRST_PROBE_BYTES, MAX_PROBE_BYTES = 64 << 10, 8 << 20
 LEAST_FILE_BYTES = 256 << 10
 """Size of the smallest file whose transfer is used to measure the rate."""
 ENOUGH_S = 0.5
-"""If a probe takes at least this many seconds, it is large enough to measure the rate."""
+"""A probe of at least this many seconds is large enough to measure the rate."""
 LONG_RTT_S = 0.4
 SLOW_BYTES_PER_S = 1e6
 LONG_SKEW_S = 1.0
@@ -190,7 +190,7 @@ class _Trial:
     async def _ask(
         self, message: Message, kind: type[Answer], *payload: bytes, target: str = ""
     ) -> tuple[Answer, list[Frame], float]:
-        """Send a message; return (answer, its payload, seconds until it arrived)."""
+        """Send a message; return the answer, its payload, and the seconds of waiting."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         frames = encode(message, payload, source=self._node_id, target=target)
@@ -333,8 +333,8 @@ def check_nat(own: str, theirs: str, advertise: str | None) -> Iterator[Finding]
     Args:
         own: the address of this machine on the route to the learner.
         theirs: the address of the learner or relay, without a port.
-        advertise: the address at which other nodes fetch weights from this node; None if it does
-            not listen.
+        advertise: the address at which other nodes fetch weights from this node; None if this node
+            does not listen.
     """
     try:
         is_behind = ipaddress.ip_address(own).is_private and ipaddress.ip_address(theirs).is_global

@@ -66,7 +66,7 @@ def _normal(name: str) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of each package that this Python has installed."""
+    """Return the version of each package installed in this Python."""
     return {_normal(one.name): one.version for one in metadata.distributions() if one.name}
 
 
@@ -187,7 +187,7 @@ _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
 class _Timex(ctypes.Structure):
-    """The first fields of `struct timex` for adjtimex(2), padded to more than its size."""
+    """The first fields of `struct timex` for adjtimex(2), and space for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),

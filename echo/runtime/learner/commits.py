@@ -1,7 +1,8 @@
 """Commit before send: a message waits until its records are committed to the ledger.
 
-If a batch of actions appends records to the ledger, its other actions are held and performed after
-the commit of these records. The disk's thread commits all records that were appended before.
+If a batch of actions appends records to the ledger, the other actions of the batch are held until
+these records are committed. A commit runs in the disk's thread, and includes all records appended
+before it.
 """
 
 from __future__ import annotations

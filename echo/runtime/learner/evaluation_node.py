@@ -52,8 +52,7 @@ PROGRESS_S = 10.0
 class HeldoutGroups:
     """The prompts of an evaluation as groups of one answer each, and the answers so far.
 
-    First come the groups of the sampled answers, prompt by prompt; then those of the greedy
-    answers.
+    The groups of sampled answers come first, prompt by prompt. The groups of greedy answers follow.
     """
 
     num_trimmed_tokens = 0
@@ -114,7 +113,10 @@ class HeldoutGroups:
         self._answers[group_id] = answer
 
     def answers(self) -> tuple[Answers, Answers]:
-        """Return the sampled and the greedy answers to each prompt; every group must have one."""
+        """Return the sampled and the greedy answers to each prompt.
+
+        All groups must have been answered.
+        """
         ordered = iter(self._answers[group_id] for group_id in range(self.num_groups))
         sampled = [[next(ordered) for _ in each.seeds] for each in self.openings]
         return sampled, [[next(ordered)] for _ in self.openings]

@@ -1,4 +1,4 @@
-"""Rows of metrics and the status of a run, for its follower."""
+"""Make the rows of metrics and the status of a run for its follower."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from echo.weights.schedule import PublishPace
 Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 
 MIN_TRAINED_SHARE = 0.5
-"""A note is logged once if a smaller share of agents' tokens is trained on."""
+"""If a smaller share of agents' tokens is trained on, a warning is logged once."""
 SAVE_S = 30.0
 """Seconds between two writes of the status to the disk."""
 REFRESH_S = 0.25
@@ -113,7 +113,7 @@ class Reporter:
 
         Args:
             metrics: the trainer's metrics for the step.
-            staleness: for each staleness in steps, the number of the step's tokens that have it.
+            staleness: number of trained tokens by staleness, which is counted in steps.
             now: the present time, seconds.
         """
         role = self._role
@@ -205,7 +205,7 @@ class Reporter:
             await asyncio.sleep(REFRESH_S)
 
     def display(self, *, now: float) -> None:
-        """Draw the present status if the follower displays the status."""
+        """Draw the present status if `is_watching` is true."""
         if not self._follower.is_watching:
             return
         self._stalls.check(now)

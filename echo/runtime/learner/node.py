@@ -259,7 +259,7 @@ class LearnerNode(Node):
             clock=self._clock,
         )
         self._is_put_off = False
-        """Whether a version is due whose publication had to wait."""
+        """Whether the publication of a due version was postponed."""
         self._weights_check = WeightsCheck(
             sections.model, sections.run_dir, run.progress, trainer=trainer_pool, log=log
         )

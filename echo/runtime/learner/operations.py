@@ -22,7 +22,7 @@ from echo.runtime.learner.costs.control import CostControl
 from echo.wire.messages import Operation, Outcome
 
 MAX_LISTED = 8
-"""Largest number of nodes listed in the answer to an unknown node's name."""
+"""If an operation names an unknown node, at most this many known nodes are listed."""
 
 
 class Operations:

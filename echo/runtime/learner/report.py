@@ -53,7 +53,7 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""Remedies by the reason why a group is left out.
+"""For each reason why a group is left out: a remedy.
 
 For equal rewards, the remedy depends on the rewards (`describe_zero_signal`).
 """
@@ -75,7 +75,7 @@ class RunCurves:
         self.evals: deque[tuple[int, float, float]] = deque(maxlen=MAX_HISTORY)
         """(step, mean sampled reward, mean greedy reward) of each evaluation."""
         self.eval_errors: dict[int, int] = {}
-        """Step -> number of rewards that failed in its evaluation."""
+        """Number of failed rewards in each evaluation, by its step."""
         self.evals_are_rates = earlier is None or earlier.is_rate
         """Whether every reward of all evaluations was 0 or 1, so that the scores are pass rates."""
         if earlier is not None:
@@ -122,7 +122,7 @@ class RemainingTime:
         self._stepped_at = now
 
     def eta_s(self, num_steps: int, *, now: float) -> float | None:
-        """Return the estimated seconds for `num_steps` steps; None before two steps were made."""
+        """Return the estimated seconds until `num_steps` more steps; None before two steps."""
         if self._stepped_at is None or not self._steps:
             return None
         step_s = median(self._steps)
@@ -135,7 +135,7 @@ class RemainingTime:
 class Progress:
     """Totals since the learner started.
 
-    Staleness and curves also cover the run before a resume.
+    Staleness and curves also cover the time before a resume.
     """
 
     def __init__(
@@ -169,22 +169,19 @@ class Progress:
         self.lengths = LengthBias()
         self.workers = WorkerQuality()
         self.zero_signal = GroupStats()
-        """Statistics of the groups since the last useful one: nothing could be learned from them.
-        """
+        """Statistics of the groups without a training signal since the last useful group."""
         self._zero_signal_reasons: Counter[str] = Counter()
         self._num_failed = 0
         self._cause = ""
         self.newest_sampled: PolicyVersion | None = None
-        """The newest version that sampled a token of a stored group; None before the first such
-        group.
-        """
+        """The newest version that sampled a token of a stored group; None without such a group."""
         self.activity = "starting"
         """The learner's present activity; empty while it waits for groups."""
         self.on_turn: Callable[[str, float], None] = lambda activity, now: None
         """Called with each new activity and the time."""
         self.num_accepted = 0
         self.useless_reasons: Counter[str] = Counter()
-        """Reason -> number of delivered or failed groups that are not trained on."""
+        """Number of delivered or failed groups that are not trained on, by reason."""
         self._waits: deque[tuple[float, float]] = deque()
         """(start, end) of the last waits for groups, about one per step; loop's time."""
         self._waiting_since: float | None = None
@@ -236,7 +233,7 @@ class Progress:
         self._count_tokens(group)
 
     def left_out(self, group: Group, reason: str, *, now: float) -> None:
-        """Count a delivered group that is not trained on for `reason`."""
+        """Count a delivered group that `reason` excludes from training."""
         stats = GroupStats.of([group])
         self._reasons[reason] += 1
         self._zero_signal_reasons[reason] += 1
@@ -287,7 +284,7 @@ class Progress:
             groups: the groups of the step.
             waited_s: seconds that the learner waited for the groups.
             trained_s: seconds of training on the groups.
-            staleness: for each staleness in steps, the number of the step's tokens that have it.
+            staleness: number of trained tokens by staleness, which is counted in steps.
         """
         self.lengths.trained(groups)
         # The statistics of a step also cover the groups that were left out since the step before.
@@ -443,7 +440,7 @@ class Progress:
 
     @property
     def zero_signal_text(self) -> str:
-        """The number of groups for each reason, counted since the last useful group."""
+        """Reasons why groups had no training signal since the last useful group, with counts."""
         return ", ".join(f"{n} {reason}" for reason, n in self._zero_signal_reasons.most_common())
 
     @property
@@ -558,7 +555,7 @@ class Progress:
 
 
 MAX_WORKERS_SHOWN = 64
-"""Largest number of workers in a row of metrics. Workers with the largest mismatch come first."""
+"""Largest number of workers in a row of metrics: those with the largest mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -657,8 +654,8 @@ def largest(values: Mapping[str, float]) -> dict[str, float]:
 class LinkTraffic:
     """Weight bytes that each node receives from its parent in a step.
 
-    All bytes that a node received in a step count for its parent at the end of the step. If it has
-    no parent then, they count for its last parent.
+    The bytes that a node received in a step count for its parent at the end of the step. For a node
+    without a parent, they count for its last parent.
     """
 
     def __init__(self, *, is_resumed: bool) -> None:
@@ -670,7 +667,7 @@ class LinkTraffic:
         self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
 
     def row(self, members: Iterable[Member]) -> dict[str, Mapping[str, float]]:
-        """Return each link's bytes since the last call and measured rate, bytes per second.
+        """Return the bytes since the last call, and the measured bytes per second, of each link.
 
         A link is named "PARENT > NODE".
         """

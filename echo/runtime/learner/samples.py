@@ -12,9 +12,12 @@ from echo.core.units import one_line
 from echo.runtime.learner.follower import Follower
 
 SAMPLE_STEPS = 10
-"""Every SAMPLE_STEPS-th step is sampled."""
+"""Number of optimizer steps from one sampled step to the next."""
 MAX_CHARACTERS = 2000
-"""Largest number of logged characters of a prompt or completion. A longer text loses its middle."""
+"""Largest number of logged characters of a prompt or completion.
+
+The middle of a longer text is left out.
+"""
 
 NEW_CHAIN = "\n[another chain]\n"
 """Text before a chain that branches off an earlier chain of the rollout."""
@@ -33,7 +36,7 @@ class SampleLog:
         self._number, self._follower, self._decode, self._log = number, follower, decode, log
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """Write rollouts of a step's groups, from best to worst reward, if the step is sampled."""
+        """If the step is sampled, write some of its rollouts, from best to worst reward."""
         if step % SAMPLE_STEPS or not self._number:
             return
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]

@@ -153,7 +153,7 @@ class Data:
         return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
-        """Return the tokenizer's files that workers may inherit: the contents by name.
+        """Return the contents of the tokenizer's files that workers may inherit, by file name.
 
         Raises:
             DataError: if a file does not fit into a message.
@@ -477,10 +477,10 @@ def check_alike(config: Config, ranks: Ranks) -> None:
 def with_checkpointing(
     config: Config, budget: Budget | None, rank_group: RankGroup | None = None
 ) -> Config:
-    """Replace `gradient_checkpointing = "auto"` in the configuration by a choice.
+    """Choose a value for `gradient_checkpointing = "auto"`, and return the configuration.
 
-    Checkpointing is off for a model with unknown dimensions. If one of several processes needs a
-    stronger setting, all use the stronger setting.
+    Checkpointing is off for a model with unknown dimensions. All processes use the strongest
+    setting that any process needs.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
@@ -554,7 +554,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
-    """Return the source of a run's initial weights. A new adapter has no tensors."""
+    """Return the source of a run's initial weights. A new adapter has no tensors yet."""
     given = config.learner.init_from
     adapter = initial_adapter(config.lora, given)
     return ModelSource(
@@ -589,8 +589,8 @@ def build_loss(config: Config) -> Loss:
 def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
     """Return the source of the reference policy's weights; None if the loss has no reference KL.
 
-    `reference.name` names a model. If it is not set, the reference is the run's initial weights,
-    also after a resume.
+    `reference.name` names a model. If this name is not set, the reference is the run's initial
+    weights, also after a resume.
     """
     section = config.reference
     if not section.kl_coef:
@@ -607,7 +607,7 @@ def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The inputs of a learner's start besides its configuration."""
+    """Inputs for the start of a learner, in addition to its configuration."""
 
     follower: Follower
     log: logging.Logger
@@ -1029,7 +1029,7 @@ def build_evaluator(
         budget: bounds the evaluation's memory; None for half of the free memory.
         log: the log of the node.
         rank_group: the processes of the learner; None for a single process.
-        engine: samples the answers; None for a new engine that shares the machine with the trainer.
+        engine: samples the answers; None to make an engine.
 
     Raises:
         DataError: if no held-out prompt fits into the model's window.
@@ -1103,7 +1103,7 @@ async def build_evaluation(
     *,
     log: logging.Logger,
 ) -> EvaluationNode:
-    """Return the listening node of an evaluation by workers, ready to run.
+    """Return the node of an evaluation by workers, which listens and is ready to run.
 
     Args:
         config: the settings, with `learner.listen`.
@@ -1139,7 +1139,10 @@ def assemble_evaluation(
     *,
     log: logging.Logger,
 ) -> EvaluationNode:
-    """Return an evaluation's node on a started transport. Raises as `build_evaluation` does."""
+    """Return an evaluation's node on a started transport.
+
+    Raises the same errors as `build_evaluation`.
+    """
     network, num_samples = config.network, config.eval.num_samples
     prompts = heldout_prompts(config, data, log=log)
     groups = HeldoutGroups(data.prompts, heldout_openings(prompts, num_samples))
@@ -1199,7 +1202,7 @@ def evaluation_engine(
     With several ranks, an evaluation on rank 0's GPU would make all ranks wait, and the model may
     be too large for this GPU. So rank 0 samples on its CPU, in the published type. This model uses
     the memory of the version's image, without a copy (engine/hf). The memory budget
-    (config/memory/) includes all three cases.
+    (config/memory/) accounts for each case.
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0

@@ -1,6 +1,6 @@
 """Announce the end of a run to every node, including disconnected nodes.
 
-A node that has lost its connection redials after growing pauses. If the learner ended meanwhile,
+A node that has lost its connection redials with increasing pauses. If the learner ended meanwhile,
 the node would end with an error. So the learner stays until each recently connected node has left,
 or has had the time to come back. A resumed learner also gives this time to the nodes of the former
 process.
@@ -22,7 +22,7 @@ class WaitUntil(Protocol):
     """Type of a function that waits for a condition, with a time limit."""
 
     def __call__(self, is_done: Callable[[], bool], *, within_s: float) -> Awaitable[bool]:
-        """Wait at most `within_s` until `is_done` returns true. Return its last value."""
+        """Wait at most `within_s` until `is_done` returns true; return its last result."""
 
 
 class RunShutdown:

@@ -112,7 +112,7 @@ class WorkerParts:
     max_prompt_tokens: int
     """Number of tokens of the longest prompt that leaves space for a completion."""
     prompt_bound: str = "the model's window"
-    """The limit behind `max_prompt_tokens`: the model's window, or this worker's memory."""
+    """The limit that determines `max_prompt_tokens`: the model's window or the memory."""
     groups_per_batch: int
     """Number of groups that the engine samples at the same time."""
     num_fit: int = 0
@@ -131,7 +131,7 @@ class WorkerParts:
     engine_name: str = ""
     """Kind and data type of the engine, by which workers are compared."""
     read_local_image: Callable[[], tuple[bytearray, bytes] | None]
-    """Slow function that returns the image of the worker's own model and its hash, or None."""
+    """Slow function that returns the worker's own model as (image, hash), or None."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -174,14 +174,13 @@ class WorkerParts:
         return digest
 
     def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec], is_loaded: bool) -> None:
-        """Change an image in memory, and the engine's weights, into the next version in place.
+        """Patch an image in memory and the engine's weights to the next version, in place.
 
         Args:
             work: the patch (the changed words and their places), and the image to change.
             specs: the descriptions of the tensors in the image.
-            is_loaded: whether the engine's weights were loaded from this image. Otherwise the
-                engine may have the same version from other memory, before the version was fetched
-                again.
+            is_loaded: whether the engine's weights were loaded from this image. They may come from
+                an earlier copy of the same version.
 
         Raises:
             EngineError: if the patch cannot be applied. The image and the engine are then
@@ -226,7 +225,7 @@ class NodeWatcher(Watcher):
 
 
 class EpisodeWatcher(NodeWatcher):
-    """Counts the progress of episodes for the call that plays them."""
+    """Adds the progress of episodes to their engine call."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         super().__init__(node)
@@ -237,7 +236,7 @@ class EpisodeWatcher(NodeWatcher):
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Add `number` signs of life to the call's progress."""
+        """Add `number` work steps without tokens to the call's progress."""
         self.call.on_progress(number)
 
 
@@ -267,7 +266,7 @@ class WorkerNode(DialingNode):
     """Carries out a worker role's actions with the engine, the rewards and the disk."""
 
     _sample_pool: Pool
-    """Threads for calls of the engine, created after the engine, which determines their number."""
+    """Threads for calls of the engine. The engine determines the number of threads."""
 
     def __init__(
         self,
@@ -608,7 +607,7 @@ class WorkerNode(DialingNode):
     # --- stopping --------------------------------------------------------------------------------
 
     async def run(self) -> str:
-        """Run until the node is stopped. Give the machine back if no interrupt stopped the node."""
+        """Run until the node is stopped. Without an interrupt, give the machine back."""
         reason = await super().run()
         # Also wait for a release command that is running already, even after an interrupt.
         if self._num_interrupts == 0 or self._machine.is_releasing:

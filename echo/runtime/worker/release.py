@@ -1,9 +1,9 @@
-"""Release of a rented worker machine by a command of the user.
+"""Give a rented worker machine back with the user's command.
 
-A worker on standby still costs money. So a worker leaves by itself if it is on standby or without
-the learner for `worker.release_after_s` seconds (`roles/worker/departure.py`). The worker then
-takes no more leases, delivers its results, and runs the user's command that gives the machine back.
-Its Goodbye reports whether the command has succeeded. If the command has failed, the learner
+A worker on standby still costs money. So a worker leaves by itself if it has been on standby, or
+without the learner, for `worker.release_after_s` seconds (`roles/worker/departure.py`). The worker
+then takes no more leases, delivers its results, and runs the user's command that gives the machine
+back. Its Goodbye reports whether the command has succeeded. If the command has failed, the learner
 continues to count the cost of the machine.
 
 The command also runs when the learner reports the end of the run. It does not run after Ctrl-C or
@@ -43,17 +43,17 @@ class RentedMachine:
     """The worker's machine. `give_back` runs the release command once."""
 
     def __init__(self, command: str | None, *, log: logging.Logger) -> None:
-        """Use this shell command to give the machine back. None if there is no command."""
+        """`command` is the shell command that gives the machine back, or None."""
         self._command, self._log = command, log
         self._releasing: asyncio.Task[bool] | None = None
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the release command has started. It may outlast the worker's node."""
+        """Whether the release command has started. It may still run after the node has ended."""
         return self._releasing is not None
 
     async def give_back(self, reason: str) -> bool:
-        """Run the release command, at the first call only. Return whether it succeeded."""
+        """Run the release command, at the first call only. Return whether the command succeeded."""
         if self._command is None:
             return False
         if self._releasing is None:

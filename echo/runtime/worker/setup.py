@@ -67,7 +67,7 @@ class WorkerTask:
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return a worker's task: the host of its code, its number of turns, its hashes.
+    """Return the host, the number of turns and the hashes of a worker's task.
 
     Raises:
         ConfigError: if the task cannot be loaded.
@@ -87,12 +87,12 @@ More rollouts would hardly increase the speed, even if they fit into memory.
 
 
 def join_source(config: Config) -> JoinSource:
-    """Return the source of the learner's addresses and keys for a worker."""
+    """Return the settings from which a worker finds the learner's address and keys."""
     return JoinSource("worker", config.worker.connect, config.security, config.run_dir)
 
 
 async def build_worker(config: Config, *, log: logging.Logger) -> WorkerNode:
-    """Return a worker that is ready to run. It listens if worker.listen is set.
+    """Return a worker that is ready to run. The worker listens if worker.listen is set.
 
     Raises:
         EchoError: if the worker cannot start. The message is for the user.
@@ -261,7 +261,7 @@ def make_demand(config: Config, expected: Mapping[str, int]) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Longest prompt of a worker, and number of groups that it samples at a time."""
+    """Limits of a worker: its longest prompt, and its number of concurrent groups."""
 
     max_prompt_tokens: int
     prompt_bound: str
@@ -271,7 +271,7 @@ class Capacity:
 
 
 def make_capacity(config: Config, engine: Engine, demand: Demand, *, window: int) -> Capacity:
-    """Return the capacity of a worker's engine. `window` is the model's window, tokens."""
+    """Return the capacity of a worker's engine. `window` is the model's window in tokens."""
     max_new, group_size = config.sampling.max_completion_tokens, config.batch.group_size
     in_window = max(1, window - max_new)
     in_memory = longest_prompt(engine, in_window, max_new)
@@ -397,8 +397,7 @@ def check_own_model(config: Config, model_dir: Path) -> None:
     weight files. A directory without weight files is valid, because the learner sends the weights.
 
     Raises:
-        EchoError: if the worker cannot use the copy. Otherwise the error would appear only after
-            joining.
+        EchoError: if the worker cannot use the copy.
     """
     is_vllm = isinstance(config.engine, VllmSection)
     model = build_shapes(model_dir, "auto" if is_vllm else config.model.attn_implementation)

@@ -49,7 +49,7 @@ class AdaptiveBound:
         Args:
             step: number of optimizer steps done.
             metrics: the trainer's metrics of the last step.
-            staleness: for each staleness in steps, the number of the step's tokens that have it.
+            staleness: number of trained tokens by staleness, which is counted in steps.
         """
         if self._controller is None:
             return False

@@ -54,9 +54,9 @@ class DeliveredGroups:
         Args:
             role: receives the events about the groups.
             ledger: stores the accepted groups until they are trained on.
-            buffer: gets the groups that the ledger has on the disk.
+            buffer: gets each group once it is on the disk.
             progress: counts the groups by their outcomes.
-            refusal: returns the reason why a group cannot be trained on; None if it can be.
+            refusal: returns the reason why a group cannot be trained on, or None.
             rewards: scores groups if reward.where is "learner"; None if workers score them.
             disk: the thread that writes the ledger.
             scoring: the threads that run `rewards`.
@@ -172,10 +172,7 @@ class DeliveredGroups:
     # --- groups that end without training --------------------------------------------------------
 
     def note(self, action: AppendRecord) -> None:
-        """Count a group as failed if its record says that the worker failed.
-
-        A wrong result counts as a failure, too.
-        """
+        """Count a group as failed if its record reports a failed worker or a wrong result."""
         record = action.record
         if isinstance(record, Discarded) and action.worker_id:
             cause = f"group {record.group} on {action.worker_id}: {action.cause}"

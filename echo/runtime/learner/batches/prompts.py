@@ -1,8 +1,8 @@
 """Prompts of a run: each group id has one prompt, determined by the run's seed.
 
 So the last group id in the ledger is also the position in the dataset. A group that is granted
-again has the same prompt as before, also after a resume. If a chat template writes the date, it
-uses the time at which the run began (`prompt_time`). So the prompt is the same after midnight.
+again has the same prompt as before, also after a resume. A chat template that writes the date uses
+the time at which the run began (`prompt_time`). So the prompt is the same after midnight.
 
 The task's code makes prompts and may be slow. So a thread makes prompts one by one before they are
 needed (`PromptsAhead`). A call that exceeds its time limit is abandoned.
@@ -46,7 +46,7 @@ NUM_AHEAD = 64
 CHECKED_PROMPTS = 32
 """Number of prompts checked before a run begins, enough to cover a mixture of tasks."""
 MADE_TWICE = 4
-"""Number of checked prompts that are made twice to verify that both are the same."""
+"""Number of checked prompts that are made twice, to verify that a task repeats them exactly."""
 MESSAGE_TOKENS = 64
 """Largest number of tokens that a chat template is assumed to write around one message."""
 
@@ -85,7 +85,7 @@ class PromptSource:
             task: the task.
             text: converts prompts to token ids.
             seed: the run's seed, which determines each epoch's order and the seeds of the leases.
-            hides_answers: whether leases contain token ids but no text and no answer of an example.
+            hides_answers: whether the example's text and answer are left out of leases.
             timeout_s: longest time in which the task must make an example, seconds.
         """
         self._task = task
@@ -119,7 +119,7 @@ class PromptSource:
         self._host.close()
 
     def check(self) -> None:
-        """Make the first CHECKED_PROMPTS prompts, and log unusual properties of them.
+        """Make the first CHECKED_PROMPTS prompts, and log their unusual properties.
 
         Raises:
             DataError: if `make` raises it.
@@ -140,8 +140,8 @@ class PromptSource:
         """Check every row of the dataset; a prompt may have at most `max_prompt_tokens`.
 
         The task decides whether a faulty row is refused or left out. The message about a row that
-        is too long ends with `remedy`. To save time, rows that are certainly short enough by their
-        size in bytes are not tokenized, except the largest of them.
+        is too long ends with `remedy`. To save time, only rows with many bytes are tokenized, and
+        the largest of the other rows.
 
         Raises:
             DataError: if a row is refused. The message names the row.
@@ -322,8 +322,8 @@ class PromptSource:
         """Make and return the prompt of a group; blocks while the task's code runs.
 
         Raises:
-            DataError: if the task has no such example, or if the example cannot be turned into
-                tokens or sent to a worker; the message names the example.
+            DataError: if the example is missing, or cannot be tokenized or sent to a worker. The
+                message names the example.
         """
         example = self._example(self._index(group_id), "train")
         prompt_ids = self._encode_named(example)
@@ -405,7 +405,7 @@ class PromptsAhead:
 
         Raises:
             DataError: if `PromptSource.make` raised it for this group.
-            PromptPendingError: if the prompt is not made yet. `make` then makes this prompt soon.
+            PromptPendingError: if the prompt is not made yet. `make` makes such prompts first.
         """
         self._end = max(self._end, group_id + NUM_AHEAD)
         self._has_work.set()
@@ -429,9 +429,9 @@ class PromptsAhead:
         return made.example
 
     async def make(self, pool: Pool) -> bool:
-        """Make the next prompt. Return whether `lease` was called for it before it was made.
+        """Make the next prompt. Return whether `lease` had asked for this prompt.
 
-        If enough prompts are made, wait first.
+        If enough prompts are ready, the call first waits.
         """
         while not self._wanted and self._next >= self._end:
             self._has_work.clear()
@@ -472,13 +472,13 @@ def note_origin(
     code: str,
     log: logging.Logger,
 ) -> None:
-    """Record what made a run's prompts and rewards, and warn of changes since the last start.
+    """Record a run's chat template and task code, and warn of changes since the last start.
 
     Args:
         run_dir: directory of the run, where the record is written.
         began_at: the time that chat templates use, from `prompt_time`.
         chat_template: hash of the chat template and its arguments.
-        code: hash of the task's code, with the files that it imports.
+        code: hash of the task's code and of the files that the code imports.
         log: receives a warning for each hash that has changed.
 
     Raises:

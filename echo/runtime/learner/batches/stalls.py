@@ -42,11 +42,11 @@ from echo.runtime.learner.report import Progress
 LOOK_S = 0.5
 """Smallest time between two observations while the learner's activity stays the same, seconds."""
 LOOK_S_PER_NODE = 1e-3
-"""In a large fleet, two observations are at least this many seconds per node apart."""
+"""Smallest time between two observations, seconds per node of the fleet."""
 MIN_WAIT_S = 10.0
-"""A wait must be at least this many seconds to be longer than usual."""
+"""Smallest limit of a usual wait, seconds."""
 START_S = 60.0
-"""In the first WARM_UP_STEPS steps, a wait must be this many seconds to be longer than usual.
+"""Limit of a usual wait in the first WARM_UP_STEPS steps, seconds.
 
 In these steps nodes still join and build their engines.
 """
@@ -89,7 +89,7 @@ class Stalls:
             delivered: the groups that the learner scores and stores.
             progress: reports the learner's activities, and counts groups without a training signal.
             is_recomputing: whether a setting makes the trainer recompute activations needlessly.
-            write: function (step, fields), which writes an explanation as a row of metrics.
+            write: called with (step, fields) to write an explanation as a row of metrics.
             log: gets the explanations.
             now: the present time, seconds.
         """
@@ -174,7 +174,7 @@ class Stalls:
 
     @property
     def _limit_s(self) -> float:
-        """If a step waits longer than this many seconds, its wait is longer than usual."""
+        """Limit of a step's usual wait, seconds. A longer wait is explained."""
         if len(self._usual) < WARM_UP_STEPS:
             return START_S
         waited_s = median(waited_s for waited_s, _ in self._usual)

@@ -1,4 +1,4 @@
-"""The wait for a batch, which ends the run after a time without workers.
+"""Wait for a batch. After too long without workers, end the run.
 
 Normally an event makes the learner grant groups and publish versions, for example a heartbeat, a
 result or a step. Without an event, one check per heartbeat interval handles these cases:
@@ -7,10 +7,10 @@ result or a step. Without an event, one check per heartbeat interval handles the
     no worker at all                              logged each minute; after a limit the run ends
 
 A paused run waits without a limit. Once a worker has joined, the limit is
-`network.reconnect_for_s`, because workers that have lost the learner redial it for that long.
-Before the first worker joins, the limit is at least FIRST_WORKER_S, because the operator may rent
-or start workers much later. A worker counts from its Hello on, also while it loads its model or is
-on standby.
+`network.reconnect_for_s`, because workers that have lost the learner redial for this time. Before
+the first worker joins, the limit is at least FIRST_WORKER_S, because the operator may rent or start
+workers much later. A worker counts from its Hello on, also while it loads its model or is on
+standby.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BatchWait:
     ) -> None:
         """Wait for workers at `address`.
 
-        If no worker comes, the error ends with `remedy`.
+        `remedy` is the advice in the error that is raised if no worker comes.
         """
         self._role = role
         self._remedy = remedy

@@ -9,8 +9,8 @@ dwell, and immediately after an active worker is gone. A dwell is the longest of
 The active workers stay the same during a dwell. Meanwhile the effect of the last change is
 measured, and workers without a measured rate are tried.
 
-A worker that joins begins to generate. If its price would exceed the budget, it goes on standby
-until the next question.
+A worker that joins begins to generate. If the budget cannot also pay for this worker, it goes on
+standby until the next question.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RESTART_S = 300.0
 MIN_STEPS = 3
 """Number of steps before `train_s` is known, and smallest number of steps in a dwell.
 
-Fewer steps would consist mostly of start-up.
+The first steps include start-up.
 """
 MAX_STEPS = 8
 """Number of recent steps over which times are averaged."""
@@ -159,7 +159,7 @@ class Activation:
     def idle_share(self, waiting_s: float = 0.0) -> float:
         """Return the share of the learner's time spent waiting since the active workers changed.
 
-        Before the first step after the change the share is 1. `waiting_s` is the length of the
+        The share is 1 until a step has ended after this change. `waiting_s` is the length of the
         present wait, seconds.
         """
         recent = list(self.steps)[-self._steps_since_change :] if self._steps_since_change else []
@@ -228,10 +228,11 @@ class Activation:
     def _rates(self, members: Collection[Member]) -> dict[str, float]:
         """Return each worker's rate, tokens per second; empty if no worker has a measured rate.
 
-        A worker with too few reports has no measured rate. While such a worker is untried, its rate
-        is the mean of the measured rates. Later, its rate is estimated from its few reports. If it
-        sent no report, its rate is that mean, but at most the rate of MIN_REPORTS groups in its
-        loaded time.
+        * A worker with enough reports has a measured rate.
+        * An untried worker gets the mean of the measured rates.
+        * For any other worker with a report, the rate is estimated from its reports.
+        * A worker without a report gets the mean, but at most MIN_REPORTS groups in its loaded
+          time.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}

@@ -1,4 +1,4 @@
-"""Measure, decide and record the costs of a run and the activation of its workers.
+"""Record a run's costs, and decide which of its workers are active.
 
     measure (10 times a second) -> meter, rates, times of broadcasts
     question -> answer (in a thread) -> decision -> ledger, log, plans and leases
@@ -33,7 +33,7 @@ from echo.wire.codec import BYTES_PER_TOKEN
 METER_S = 1.0
 """Seconds between two updates of the costs. An update may ask which workers shall be active."""
 POLLS_PER_S = 10_000
-"""Largest number of measurements of workers per second, which limits the rate in large fleets."""
+"""Largest number of worker measurements per second; a large fleet is measured less often."""
 
 
 class CostControl:
@@ -96,7 +96,7 @@ class CostControl:
     def measure(self, *, now: float) -> list[Action]:
         """Update the measurements of workers and installations. Return the resulting actions.
 
-        Call this method every POLL_S, or every METER_S while `is_idle`.
+        Call this method every POLL_S. While `is_idle` is true, every METER_S suffices.
         """
         if self._progress.activity:
             self._waiting_since = None
@@ -165,11 +165,11 @@ class CostControl:
         return self._budget_per_run is not None and self._meter.total >= self._budget_per_run
 
     def set_budget(self, budget_per_run: float) -> None:
-        """Replace the budget of the run, $."""
+        """Set the budget of the run, in $."""
         self._budget_per_run = budget_per_run
 
     def describe_spent(self, step: int) -> str:
-        """Return a log line that says that the run ends at `step` because its budget is spent."""
+        """Return the log line for a run that ends at `step` because its budget is spent."""
         return (
             f"${self._meter.total:.2f} are spent of activation.budget_per_run = "
             f"${self._budget_per_run:.2f}: the run ends at step {step}; go on with --resume --set "
@@ -181,7 +181,7 @@ class CostControl:
     ) -> dict[str, float | Mapping[str, float]]:
         """Record a step from its row of metrics. Return metrics of costs and activation.
 
-        The result is empty if neither machines nor traffic have cost anything.
+        Without prices the result is empty.
         """
         if self.activation is not None:
             times = StepTimes(

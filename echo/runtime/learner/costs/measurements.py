@@ -43,10 +43,9 @@ class MeasuredWorker:
     version.
     """
     took_s: float | None = None
-    """Seconds to install the last version, counted from its publication or from `free_at`.
+    """Seconds of the last installation, counted from the later of publication and `free_at`.
 
-    The later of these two times counts. None after a change of the active workers, until a version
-    is installed.
+    After a change of the active workers, the value is None until the next installation.
     """
     late_s: float | None = None
     """Seconds by which `took_s` exceeds the forecast for all active workers; None if unknown."""
@@ -62,10 +61,9 @@ class Measurements:
 
     def __init__(self) -> None:
         self.workers: dict[str, MeasuredWorker] = {}
-        """Worker name -> its measurements, for each present worker that was measured at least once.
-        """
+        """Measurements by worker name, for each present worker that was measured at least once."""
         self.published_at: dict[PolicyVersion, float] = {}
-        """Version -> loop's time of its publication, for the last MAX_VERSIONS versions."""
+        """Loop's time of publication of the last MAX_VERSIONS versions."""
         self.shown_bytes_per_s = 0.0
         """Highest rate, bytes per second, at which a version was sent: its bytes divided by the
         time until the first worker had installed it.

@@ -34,7 +34,7 @@ class _Machine:
     incarnation: str
     is_standby: bool = False
     gone_at: float | None = None
-    """Loop's time at which the machine's node left or fell silent; None while it is a member."""
+    """Loop's time at which the machine's node left or fell silent; None for a member."""
     traffic_bytes: float | None = 0.0
     """Traffic that this process of the node has reported.
 
@@ -157,7 +157,7 @@ class CostMeter:
 
 
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return the $ in the ledger that a run cost before it is resumed.
+    """Return the $ that a run had cost before a resume, from its ledger.
 
     While the learner was away, machines were still billed for an unknown time. At most
     LOST_COUNTS_FOR_S of this time is counted. `now` is Unix time, seconds.

@@ -2,11 +2,11 @@
 
 The learner limits the number of leases, so a worker may sample below its capacity. Each second
 therefore counts in proportion to the worker's load: the number of its leases, divided by the number
-of groups that it can sample at the same time. The estimate is the number of sampled tokens divided
-by these loaded seconds.
+of groups that the worker can sample at the same time. The estimate is the number of sampled tokens
+divided by these loaded seconds.
 
-A worker may report its tokens only once per group. So the seconds since its last report count only
-if they exceed the longest time between two of its reports.
+A worker may report its tokens only once per group. So the time since the last report counts only
+beyond the longest time between two reports.
 
 The estimate is exact at full load. Below full load the estimate is too low if the engine gains by
 batching. So `fleet/activation.py` decides again after each worker that is put on standby: the other
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 
 THROUGHPUT_WINDOW_S = 300.0
-"""Loaded seconds after which a measurement has 1/e of its weight."""
+"""After this many loaded seconds, the weight of a measurement has fallen to 1/e."""
 MIN_REPORTS = 3
 """Number of reports with new tokens that an estimate needs."""
 

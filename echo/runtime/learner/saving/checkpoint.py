@@ -7,9 +7,9 @@
                                atomically; this checkpoint is kept in addition to the last ones
 
 A directory is filled under a temporary name, forced onto the disk, and then renamed. So a full disk
-or a kill at any moment leaves the older checkpoints whole. A checkpoint is used only if each of its
-files has the hash that BLAKE3SUMS lists. The rest of the state is in the ledger: the last prompt,
-the buffer, the leases.
+or a kill at any moment leaves the older checkpoints undamaged. A checkpoint is used only if each of
+its files has the hash that BLAKE3SUMS lists. The rest of the state is in the ledger: the last
+prompt, the buffer, the leases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BEST_FILE = "best"
 
 
 class DamagedCheckpointError(StorageError):
-    """A checkpoint is damaged: its files are not those that were written."""
+    """A checkpoint's files have changed since they were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,7 @@ class Checkpoints:
             now: the loop's time, seconds.
         """
         self.saved_step: int | None = None
-        """Step of the newest checkpoint, or of the one resumed from; None if there is no
-        checkpoint.
-        """
+        """Step of the last checkpoint written or resumed from; None without a checkpoint."""
         self._directory = directory
         self._run_id = run_id
         self._interval_steps = interval_steps
@@ -94,11 +92,15 @@ class Checkpoints:
         self._min_free_bytes = min_free_bytes
         self._tried_at = now
         self.removed_step = -1
-        """Step of the newest checkpoint that was removed because the disk is limited; -1 if none
-        was. Groups are not kept for older checkpoints, such as the best."""
+        """Step of the newest checkpoint that was removed to limit disk use; -1 before a removal.
+
+        Groups are not kept for older checkpoints, such as the best.
+        """
         self._scores: dict[int, float | None] = {}
-        """Held-out scores of steps that may have a checkpoint, the best so far left out; None while
-        the evaluation of a step runs."""
+        """Held-out scores of steps that may have a checkpoint, without the best score so far.
+
+        A score is None while the step is being evaluated.
+        """
 
     def is_due(self, step: int, *, now: float) -> bool:
         """Return whether a checkpoint is due after `step`."""
@@ -217,7 +219,7 @@ class Checkpoints:
     def stored(self, *, up_to: int | None = None) -> list[StoredCheckpoint]:
         """Return the complete checkpoints, oldest first; with `up_to`, only up to this step.
 
-        `keeps_groups` is true for the last `keep_last` of these checkpoints.
+        The field `keeps_groups` is true for the last `keep_last` of these checkpoints.
         """
         steps = {
             step: path
@@ -340,7 +342,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def newest_name(directory: Path) -> str:
-    """Return the checkpoint's name in the file `latest`; empty without this file.
+    """Return the name of a checkpoint in the file `latest`; empty without this file.
 
     Raises:
         OSError, ValueError: if the file cannot be read.
@@ -350,7 +352,7 @@ def newest_name(directory: Path) -> str:
 
 
 def pointed_name(pointer: Path) -> str:
-    """Return the checkpoint's name in the file `latest` or `best`: the first word.
+    """Return the first word of the file `latest` or `best`, the name of a checkpoint.
 
     Raises:
         OSError, ValueError: if the file cannot be read.
@@ -369,7 +371,7 @@ def read_best(directory: Path) -> tuple[int, float] | None:
 
 
 def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] | None:
-    """Return the directory and the metadata of an undamaged checkpoint; reads only.
+    """Find an undamaged checkpoint, and return its directory and metadata.
 
     Args:
         directory: the directory of a run's checkpoints.

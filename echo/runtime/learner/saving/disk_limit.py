@@ -43,7 +43,7 @@ class DiskLimit:
         max_bytes: int | None,
         log: logging.Logger,
     ) -> None:
-        """Keep the directory of the ledger's run within `max_bytes`. None means no limit.
+        """Keep the directory of the ledger's run within `max_bytes`, if it is not None.
 
         All methods must be called in the thread that writes checkpoints.
         """
@@ -57,7 +57,7 @@ class DiskLimit:
         """Make space for a checkpoint as large as the newest one.
 
         Raises:
-            StorageError: if the ledger cannot be written. Nothing is deleted.
+            StorageError: if the ledger cannot be written. Nothing is then deleted.
         """
         if self._max_bytes is not None:
             held = self._survey()
@@ -66,10 +66,10 @@ class DiskLimit:
             self._remove(held, step=step, max_bytes=self._max_bytes - coming)
 
     def enforce(self, *, step: int) -> None:
-        """Remove files above the limit. If this does not suffice, warn once.
+        """Remove files until the directory is within its limit. If this is impossible, warn once.
 
         Raises:
-            StorageError: if the ledger cannot be written. Nothing is deleted.
+            StorageError: if the ledger cannot be written. Nothing is then deleted.
         """
         if self._max_bytes is None:
             return
@@ -95,7 +95,7 @@ class DiskLimit:
         )
 
     def _remove(self, held: Holdings, *, step: int, max_bytes: int) -> int:
-        """Remove entries above `max_bytes`. Return the freed bytes."""
+        """Reduce the directory to `max_bytes`, and return the freed bytes."""
         paths = plan_removals(held, max_bytes=max_bytes)
         if not paths:
             return 0
@@ -143,7 +143,7 @@ def measure(run_dir: Path) -> dict[str, int]:
 
 
 def last_step(paths: Iterable[str], *, default: int = -1, before: float = math.inf) -> int:
-    """Return the newest step below `before` of the checkpoints among `paths`.
+    """Return the largest checkpoint step in `paths` that is below `before`.
 
     Without such a checkpoint, return `default`.
     """

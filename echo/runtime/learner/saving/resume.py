@@ -1,7 +1,7 @@
 """Start or resume of a run, from the newest checkpoint and the ledger.
 
 After a crash the run continues from the newest checkpoint in a new lineage. The ledger has the
-groups that were accepted but not trained on up to that checkpoint. A group that may still be
+groups that were accepted, but not yet trained on at that checkpoint. A group that may still be
 trained on returns to the buffer. Any other group ends with a reason. Groups that were granted but
 not delivered become leases again. A worker that still has such a group claims it with its next
 heartbeat. If no worker claims the group, its lease expires and the group is granted again. All
@@ -82,7 +82,7 @@ class StartingPoint:
         return self.lineages[-1].lineage
 
     def enter_leases(self, leases: LeaseBook, *, now: float) -> None:
-        """Add the former leases to `leases`, where workers can claim them before they expire."""
+        """Add the former leases to `leases`. Workers can claim a lease until it expires."""
         for group_id, holders in sorted(self.open_attempts.items()):
             leases.restore(group_id, holders, now=now)
 
@@ -211,7 +211,7 @@ class SavedRun:
     def enter(self, start: StartingPoint) -> None:
         """Write a starting point to the ledger once the run can begin.
 
-        Groups in `start.ends` end. Checkpoints after the starting point are deleted.
+        Groups in `start.ends` are ended. Checkpoints after the starting point are deleted.
 
         Raises:
             StorageError: if the ledger cannot be written.
@@ -247,7 +247,7 @@ class SavedRun:
         resume: bool,
         log: logging.Logger,
     ) -> StartingPoint:
-        """Return the starting point of a run: `recover` if `resume` is true, else `begin`.
+        """Return the starting point: from `recover` if `resume` is true, else from `begin`.
 
         Damaged checkpoints and lost groups are logged.
         """
@@ -278,8 +278,8 @@ class SavedRun:
 def finished_step(run_dir: Path) -> int | None:
     """Return the last step of a finished run; None if the run is not finished.
 
-    The run counts as unfinished, too, if the user has made `latest` name an earlier checkpoint, or
-    has deleted the directory `final` with the exported weights.
+    The result is also None if the user has made `latest` name an earlier checkpoint, or has deleted
+    the directory `final` with the exported weights.
 
     Raises:
         EchoError: if the run's ledger cannot be read.
@@ -301,7 +301,7 @@ _uplinks_decoder = msgspec.json.Decoder(dict[NodeId, Rate])
 
 
 def save_uplinks(run_dir: Path, uplinks: Mapping[str, float], *, log: logging.Logger) -> None:
-    """Write the measured rates of uplinks, bytes per second by node id, to a file.
+    """Write the measured uplink rates of all nodes, in bytes per second, to a file.
 
     If this fails, a warning is logged, and a resumed run measures the rates again.
     """

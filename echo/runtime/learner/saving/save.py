@@ -50,7 +50,7 @@ class StateSaver:
             trainer: has the state to save.
             ledger: records each checkpoint.
             role: has the step, the lineage and the uplink rates.
-            check: knows whether weights are NaN.
+            check: searches weights for NaN.
             limit: limits the size of the run's directory; None in a simulation, which has no files.
             run_dir: the run's directory.
             trainer_pool: the thread of the trainer, which writes checkpoints.
@@ -70,7 +70,7 @@ class StateSaver:
 
     @property
     def has_to_save(self) -> bool:
-        """Whether the present weights are unsaved, and no NaN was found in weights."""
+        """Whether the present weights are unsaved and, as far as known, free of NaN."""
         return self._checkpoints.saved_step != self._role.step and not self._check.has_failed
 
     def is_due(self, *, now: float) -> bool:
@@ -82,7 +82,7 @@ class StateSaver:
         self._checkpoints.expect_score(step)
 
     async def score(self, step: int, score: float | None) -> None:
-        """Record the held-out score of a step; None if the evaluation gave no score.
+        """Record the held-out score of a step. `score` is None if the evaluation gave no score.
 
         A new best checkpoint is logged.
         """
@@ -97,7 +97,7 @@ class StateSaver:
     async def save(self, *, now: float) -> EngineError | None:
         """Write a checkpoint.
 
-        If this fails, the failure is logged, and the previous checkpoint stays the newest.
+        If writing fails, a warning is logged and the previous checkpoint stays the newest.
 
         Returns:
             The error that ends the run if weights are NaN; otherwise None.

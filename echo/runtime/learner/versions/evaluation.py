@@ -1,7 +1,7 @@
-"""Evaluation: mean rewards of a published version on held-out prompts, sampled and greedy.
+"""Evaluate published versions: mean rewards of answers to held-out prompts.
 
-The evaluation has its own engine and thread, so training continues meanwhile. All answers of an
-evaluation are sampled from one version.
+The evaluation has its own engine and thread, so training continues meanwhile. One version samples
+all answers of an evaluation, at the run's temperature and greedily.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ FIRST_SEED = 1_000_003
 SAMPLE_STRIDE = 0xD1B54A32D192ED03
 """Difference between the seeds of consecutive answers to a prompt.
 
-SEED_STRIDE, the difference between the seeds of an episode's turns, is another number.
+It differs from SEED_STRIDE, the difference between the seeds of an episode's turns.
 """
 
 
 MAX_SEED = 1 << 62
-"""Upper bound of seeds, the same as for leases."""
+"""Seeds are below this number, like the seeds of leases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,8 +398,8 @@ class Evaluations:
             task_kind: the value of task.kind, whose last part is in the metrics' names.
             pool: the thread of the evaluator.
             spawn: starts a coroutine as a task of the node.
-            scored: function (step, score), called after each evaluation, or None. The score is None
-                if the evaluation gave none.
+            scored: called with (step, score) after each evaluation; may be None. The score is None
+                if the evaluation has no result.
             should_stop: returns whether to stop the running evaluation; called in its thread.
             log: gets a line for each evaluation.
         """
@@ -428,7 +428,7 @@ class Evaluations:
         return True
 
     async def finish(self, last: Publication) -> None:
-        """Wait for the running evaluation, and evaluate the last version unless this was done."""
+        """Finish the running evaluation. Then evaluate the last version if needed."""
         if self._task is not None:
             await self._task
         if self._evaluated_step != last.manifest.version.step:

@@ -1,7 +1,7 @@
 """Publication of versions: images, and the deltas and keyframes encoded during training.
 
-`VersionEncoder` encodes a version in the forms that `weights/schedule.py` selects, and passes them
-to the broadcast:
+`VersionEncoder` encodes a version in the forms that `weights/schedule.py` selects, and passes the
+forms to the broadcast:
 
     image --+--> delta against the previous version, if few words have changed: encoded in threads,
             |    block by block; each segment is signed and sent as soon as it is ready
@@ -86,20 +86,20 @@ class Publication:
     memory: bytearray | memoryview
     """The image, valid once `ready` is done. It is not overwritten while referenced."""
     ready: Future[CodedDelta | None] | None = None
-    """Done when the image is complete. The result is the delta, if a delta was encoded.
+    """Future that is done when the image is complete. Its result is the delta, or None.
 
-    None if the image was complete from the start.
+    `ready` is None if the image was complete from the start.
     """
 
     @property
     def image(self) -> bytearray | memoryview:
-        """The image's bytes. The call blocks until the copy from the GPU is complete."""
+        """The image's bytes. Reading this blocks until the copy from the GPU is complete."""
         _ = self.coded
         return self.memory
 
     @property
     def coded(self) -> CodedDelta | None:
-        """The delta against the last version, if it was encoded with the image; the call blocks."""
+        """The delta that was encoded with the image, or None. Reading this blocks."""
         return None if self.ready is None else self.ready.result()
 
     def sealed(
@@ -199,7 +199,7 @@ class Images(Protocol):
 
 
 class Publisher:
-    """Makes publications of the trainer's weights. Its `coder` signs them."""
+    """Makes publications of the trainer's weights, which `coder` signs."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Publisher:
     ) -> None:
         """Make versions of the run `identity` with the image maker `images`.
 
-        `attribution` keeps each image, if it is not None.
+        If `attribution` is given, it keeps each image.
         """
         self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
@@ -277,8 +277,8 @@ class Coder:
     ) -> None:
         """Sign with the learner's key. If `encrypts` is true, each sent form gets its own key.
 
-        Each helper encodes and hashes as large a share as this process. This process uses
-        `num_threads` threads, by default one per core and at most 16.
+        All helpers and this process encode and hash equal shares. This process uses `num_threads`
+        threads, by default one per core and at most 16.
         """
         self._key = key
         self._encrypts = encrypts
@@ -314,8 +314,8 @@ class Coder:
         """Yield the encoded segments of a delta, or of a keyframe if `base` is None.
 
         While the caller handles a segment, the next segment is encoded. If the version is sealed, a
-        segment has the hashes of the resulting image chunks. Otherwise it has the hashes of the
-        base's words that the segment changes.
+        segment has the hashes of the resulting image chunks. Otherwise the segment has hashes of
+        the base's words before the change.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
@@ -455,7 +455,7 @@ class VersionEncoder:
         self._schedule = FormSchedule(codec)
         self._last: asyncio.Task[None] | None = None
         self.coded_bytes: dict[PolicyVersion, int] = {}
-        """Version -> bytes of its delta, for the last 16 versions that were sent as a delta."""
+        """Bytes of each delta by version, for the last 16 versions that were sent as a delta."""
 
     @property
     def is_idle(self) -> bool:
@@ -463,7 +463,7 @@ class VersionEncoder:
         return self._last is None or self._last.done()
 
     async def wait(self) -> None:
-        """Wait until a version that is being encoded is sealed."""
+        """If a version is being encoded, wait until it is sealed."""
         if self._last is not None:
             await asyncio.wait([self._last])
 
@@ -606,7 +606,7 @@ class PublishedVersions:
         self.newest: Publication | None = None
         """The newest published version; None before the first publication."""
         self.has_published = asyncio.Event()
-        """Set when a version is published; the task that waits for it clears it."""
+        """Set when a version is published, and cleared by the task that waits for it."""
         self._role, self._trainer, self._publisher = role, trainer, publisher
         self._encoder, self._commits = encoder, commits
         self._pace, self._ledger, self._progress = pace, ledger, progress

@@ -40,7 +40,7 @@ class WeightsCheck:
         sample.
         """
         self.has_failed = False
-        """Whether NaN was found; then no checkpoint is saved any more."""
+        """Whether NaN was found. Checkpoints are then no longer saved."""
         self._model, self._latest = model, run_dir / "checkpoints" / "latest"
         self._progress = progress
         self._trainer = trainer
@@ -51,7 +51,7 @@ class WeightsCheck:
         """Set `is_due` if a record says that NaN probabilities ended a group.
 
         Returns:
-            Whether `is_due` was set.
+            Whether this record set `is_due`.
         """
         is_suspect = isinstance(record, Discarded) and record.reason == BAD_LOGPROBS
         self.is_due |= is_suspect
