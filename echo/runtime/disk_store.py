@@ -416,7 +416,8 @@ class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
     The directory is created if it does not exist, and locked until `close`. All versions together
-    take at most `limit_bytes`; if it is None, at most DEFAULT_SHARE of the free disk space.
+    take at most `limit_bytes`. If `limit_bytes` is None, the limit is DEFAULT_SHARE of the free
+    disk space.
 
     Raises:
         StorageError: if the directory cannot be used, or another process uses it.

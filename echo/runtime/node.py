@@ -191,7 +191,7 @@ class Node:
         raise TypeError(f"{type(action).__name__} is not for {type(self).__name__}")
 
     def on_guest(self, peer: str, user: str) -> None:
-        """Handle the connection of a guest. `user` is the name of the guest's key."""
+        """Handle the connection of a guest, such as a viewer. `user` names the guest's key."""
 
     def before_expire(self) -> None:
         """Update the role's counters before `expire`, which may report them."""
@@ -481,7 +481,7 @@ class DialingNode(Node):
         self.version_store = version_store
 
     def before_expire(self) -> None:
-        """Update the counter of time spent on weights, which heartbeats report."""
+        """Update the counter of the time for decoding and writing weights, for heartbeats."""
         self.role.counters.add("weights/busy_ms", self._weights_busy.take_ms(now=self.now))
 
     async def work(self) -> None:

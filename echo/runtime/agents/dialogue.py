@@ -101,7 +101,7 @@ class Dialogue:
 
 
 def _after(text: str, length: int) -> str:
-    """Return the text after its first `length` characters, `MARK`s not counted."""
+    """Return the text after its first `length` characters. `MARK` is not counted."""
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks

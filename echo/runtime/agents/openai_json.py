@@ -65,7 +65,7 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "write it into the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
 }
-"""Unsupported fields: the values without effect on an answer, and a remedy for others."""
+"""For each unsupported field: the harmless values, and a remedy for other values."""
 
 
 class _Body(msgspec.Struct):

@@ -30,7 +30,7 @@ class Turn:
     """A call of a session and its completion."""
 
     context_ids: Ids
-    """[C] the tokens of the context."""
+    """[C] the C tokens of the context."""
     completion: Completion
     text: str
     """Context and completion as text, special tokens included."""
@@ -49,7 +49,7 @@ class Turn:
 
     @property
     def ids(self) -> Ids:
-        """[C + T] the tokens of context and completion."""
+        """[C + T] the C tokens of the context and the T tokens of the completion."""
         return np.concatenate([self.context_ids, self.completion.token_ids])
 
     @property
@@ -86,14 +86,13 @@ class TokenTree:
         """
         turns = list(turns)
         self.first_context = turns[0].context_ids
-        """[C] the tokens of the first call's context, with which the tree begins."""
+        """[C] the C tokens of the first call's context, with which the tree begins."""
         self.num_tokens = 0
         self._ids: Ids = np.empty(0, np.int32)  # longer than `num_tokens`, so that it can grow
         self._branches: list[tuple[int, int]] = []
         self._starts: list[int] = []  # of all pieces
         self._begun: dict[tuple[int, int], int] = {}
-        """Start of the first piece, by the place before the piece (-1 if none) and its first token.
-        """
+        """Start of the first piece, by the place before it (-1 if none) and its first token."""
         self._parts: list[tuple[Completion | None, int]] = []
         """(completion, number of its tokens); None instead of a completion for context tokens."""
         self._ends: dict[Turn, int] = {}

@@ -76,7 +76,7 @@ ENOUGH_S = 0.5
 LONG_RTT_S = 0.4
 SLOW_BYTES_PER_S = 1e6
 LONG_SKEW_S = 1.0
-"""The doctor warns if the clocks certainly differ by more seconds than this."""
+"""If the clocks differ by more seconds than this plus the error, the doctor warns."""
 
 Answer = TypeVar("Answer", bound=Message)
 

@@ -1,8 +1,8 @@
 """An evaluation by workers: a learner publishes one version and trains nothing.
 
-Workers join as in a run. Each answer is a group of one rollout, whose lease has the seed of an
-evaluation on one machine. A lost lease is granted again with the same seed. So the scores do not
-depend on which workers sampled which answers. Answers are kept only in memory: after an
+Workers join as in a run. Each answer is a group of one rollout. Its lease has the seed that an
+evaluation on one machine would use. A lost lease is granted again with the same seed. So the scores
+do not depend on which workers sampled which answers. Answers are kept only in memory: after an
 interruption the evaluation starts again.
 
     weights --> image --> broadcast

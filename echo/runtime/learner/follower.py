@@ -113,7 +113,7 @@ class Reporter:
 
         Args:
             metrics: the trainer's metrics for the step.
-            staleness: number of trained tokens by staleness, which is counted in steps.
+            staleness: number of trained tokens for each staleness in steps.
             now: the present time, seconds.
         """
         role = self._role

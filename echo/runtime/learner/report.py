@@ -284,7 +284,7 @@ class Progress:
             groups: the groups of the step.
             waited_s: seconds that the learner waited for the groups.
             trained_s: seconds of training on the groups.
-            staleness: number of trained tokens by staleness, which is counted in steps.
+            staleness: number of trained tokens for each staleness in steps.
         """
         self.lengths.trained(groups)
         # The statistics of a step also cover the groups that were left out since the step before.
@@ -321,8 +321,8 @@ class Progress:
 
         Args:
             step: step of the evaluated version.
-            sampled: mean reward at the run's temperature.
-            greedy: mean reward of answers sampled greedily, the likeliest token each time.
+            sampled: mean reward of answers sampled at the evaluation's temperature.
+            greedy: mean reward of greedy answers, which take the likeliest token each time.
             is_rate: whether every reward was 0 or 1.
             num_errors: number of rewards that failed.
         """
@@ -735,7 +735,7 @@ class TaskMetrics:
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-        """Return the increases since the last call; counts in RARE that were always 0 are left out.
+        """Return the increases since the last call, by name of the count.
 
         `totals` has each node's running totals by name.
         """

@@ -153,7 +153,7 @@ class Data:
         return vocab_size(self.model_dir)
 
     def read_assets(self) -> dict[str, bytes]:
-        """Return the contents of the tokenizer's files that workers may inherit, by file name.
+        """Return the names and contents of the tokenizer's files that workers may inherit.
 
         Raises:
             DataError: if a file does not fit into a message.

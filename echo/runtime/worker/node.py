@@ -236,7 +236,7 @@ class EpisodeWatcher(NodeWatcher):
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Add `number` work steps without tokens to the call's progress."""
+        """Add `number` work steps, which sampled no tokens, to the call's progress."""
         self.call.on_progress(number)
 
 
@@ -244,7 +244,7 @@ class CallWatcher(EpisodeWatcher):
     """Passes completions from the engine's thread to the loop, and stops recalled calls."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
-        """Watch a call. Create the watcher in the node's loop."""
+        """Watch a call. Must be called in the node's loop."""
         super().__init__(node, call)
         self.ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         """The call's completions in the order in which they end; None after the last one."""
@@ -607,7 +607,7 @@ class WorkerNode(DialingNode):
     # --- stopping --------------------------------------------------------------------------------
 
     async def run(self) -> str:
-        """Run until the node is stopped. Without an interrupt, give the machine back."""
+        """Run until the node is stopped. Then give the machine back, except after an interrupt."""
         reason = await super().run()
         # Also wait for a release command that is running already, even after an interrupt.
         if self._num_interrupts == 0 or self._machine.is_releasing:

@@ -49,7 +49,7 @@ class AdaptiveBound:
         Args:
             step: number of optimizer steps done.
             metrics: the trainer's metrics of the last step.
-            staleness: number of trained tokens by staleness, which is counted in steps.
+            staleness: number of trained tokens for each staleness in steps.
         """
         if self._controller is None:
             return False

@@ -215,7 +215,7 @@ class PromptSource:
             yield f"notice: {call.fault}"
 
     def _notices(self, made: Sequence[Prompt]) -> Iterator[str]:
-        """Yield a line for each kind of unusual property, with one example."""
+        """Yield one line for each kind of unusual property, with an example."""
         for prompt in made[:MADE_TWICE]:
             again = self.make(prompt.lease.group_id)
             if (

@@ -44,9 +44,9 @@ LOOK_S = 0.5
 LOOK_S_PER_NODE = 1e-3
 """Smallest time between two observations, seconds per node of the fleet."""
 MIN_WAIT_S = 10.0
-"""Smallest limit of a usual wait, seconds."""
+"""Waits up to this many seconds always count as usual."""
 START_S = 60.0
-"""Limit of a usual wait in the first WARM_UP_STEPS steps, seconds.
+"""In the first WARM_UP_STEPS steps, waits up to this many seconds count as usual.
 
 In these steps nodes still join and build their engines.
 """
@@ -174,7 +174,7 @@ class Stalls:
 
     @property
     def _limit_s(self) -> float:
-        """Limit of a step's usual wait, seconds. A longer wait is explained."""
+        """Seconds up to which a step's wait counts as usual."""
         if len(self._usual) < WARM_UP_STEPS:
             return START_S
         waited_s = median(waited_s for waited_s, _ in self._usual)

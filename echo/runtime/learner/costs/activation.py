@@ -229,7 +229,7 @@ class Activation:
         """Return each worker's rate, tokens per second; empty if no worker has a measured rate.
 
         * A worker with enough reports has a measured rate.
-        * An untried worker gets the mean of the measured rates.
+        * An untried worker, active for less than a dwell, gets the mean of the measured rates.
         * For any other worker with a report, the rate is estimated from its reports.
         * A worker without a report gets the mean, but at most MIN_REPORTS groups in its loaded
           time.

@@ -96,7 +96,7 @@ class CostControl:
     def measure(self, *, now: float) -> list[Action]:
         """Update the measurements of workers and installations. Return the resulting actions.
 
-        Call this method every POLL_S. While `is_idle` is true, every METER_S suffices.
+        Call this method every POLL_S. While `is_idle` is true, a call every METER_S suffices.
         """
         if self._progress.activity:
             self._waiting_since = None

@@ -375,8 +375,8 @@ def find_checkpoint(directory: Path, which: str) -> tuple[Path, CheckpointInfo] 
 
     Args:
         directory: the directory of a run's checkpoints.
-        which: the step of the checkpoint, as digits; "best"; or "" for the newest checkpoint. If
-            there are no checkpoints yet, "" gives None.
+        which: the step as digits, "best", or "" for the newest checkpoint. If there are no
+            checkpoints yet, the result for "" is None.
 
     Raises:
         DataError: if there is no such checkpoint.

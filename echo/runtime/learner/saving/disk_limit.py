@@ -43,7 +43,7 @@ class DiskLimit:
         max_bytes: int | None,
         log: logging.Logger,
     ) -> None:
-        """Keep the directory of the ledger's run within `max_bytes`, if it is not None.
+        """Keep the run's directory within `max_bytes`. If `max_bytes` is None, remove nothing.
 
         All methods must be called in the thread that writes checkpoints.
         """

@@ -1,12 +1,12 @@
 """Start or resume of a run, from the newest checkpoint and the ledger.
 
-After a crash the run continues from the newest checkpoint in a new lineage. The ledger has the
-groups that were accepted, but not yet trained on at that checkpoint. A group that may still be
-trained on returns to the buffer. Any other group ends with a reason. Groups that were granted but
-not delivered become leases again. A worker that still has such a group claims it with its next
-heartbeat. If no worker claims the group, its lease expires and the group is granted again. All
-later checkpoints are deleted, because their steps do not belong to the new lineage. Files that were
-recorded as removed before the crash are deleted, too.
+After a crash the run continues from the newest checkpoint in a new lineage, a branch of the run's
+history. The ledger has the groups that were accepted, but not yet trained on at that checkpoint. A
+group that may still be trained on returns to the buffer. Any other group ends with a reason. Groups
+that were granted but not delivered become leases again. A worker that still has such a group claims
+it with its next heartbeat. If no worker claims the group, its lease expires and the group is
+granted again. All later checkpoints are deleted, because their steps do not belong to the new
+lineage. Files that were recorded as removed before the crash are deleted, too.
 
 Damaged files are not used. If a checkpoint is damaged, the checkpoint before it is used, and the
 steps between the two are made again. A damaged group ends as "lost", and another group is granted.
@@ -60,7 +60,7 @@ class StartingPoint:
     next_group_id: int = 0
     finished: set[int] = field(default_factory=set)
     open_attempts: dict[int, dict[int, str]] = field(default_factory=dict)
-    """For each granted group without a result: the worker's id by attempt."""
+    """For each granted group without a result: the worker of each attempt."""
     buffered: list[Group] = field(default_factory=list)
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)

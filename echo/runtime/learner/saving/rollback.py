@@ -2,7 +2,8 @@
 
 A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
 a RolledBackError. The process then starts again with --resume (`cli/commands/node.py`). As after
-any resume, a new lineage begins, and the later steps and checkpoints are void.
+any resume, a new lineage (branch of the run's history) begins, and the later steps and checkpoints
+are void.
 """
 
 from __future__ import annotations

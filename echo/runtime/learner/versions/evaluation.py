@@ -1,7 +1,7 @@
 """Evaluate published versions: mean rewards of answers to held-out prompts.
 
-The evaluation has its own engine and thread, so training continues meanwhile. One version samples
-all answers of an evaluation, at the run's temperature and greedily.
+The evaluation has its own engine and thread, so training continues meanwhile. All answers of an
+evaluation are sampled from one version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Publication of versions: images, and the deltas and keyframes encoded during training.
+"""Publish versions as images, and as deltas and keyframes encoded during training.
+
+An image is the bytes of all weights of a version. A delta has the words of an image that differ
+from an earlier version. A keyframe is a compressed image.
 
 `VersionEncoder` encodes a version in the forms that `weights/schedule.py` selects, and passes the
 forms to the broadcast:
