@@ -71,7 +71,7 @@ from echo.weights.store.patches import Patch
 
 
 BATCH_BYTES = 1 << 20
-"""Bytes hashed per task of the pool. A smaller task would start more slowly than it runs."""
+"""Bytes hashed per task of the pool. Starting a smaller task would take longer than hashing."""
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
@@ -243,7 +243,7 @@ class MemoryStore(VersionStore):
 
     @property
     def bytes_held(self) -> int:
-        """Total bytes of the versions that were not dropped."""
+        """Total bytes of the versions in the store."""
         return sum(map(len, self._live.values()))
 
     def create(

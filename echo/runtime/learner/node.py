@@ -19,7 +19,7 @@ node makes these parts and calls them from `_train`:
     commits.py                  holds messages until their records are committed
     batches/groups.py           scores, writes and acknowledges groups
     batches/waiting.py          ends the run if no worker comes
-    batches/stalls.py           explains waits of the learner and idle workers
+    batches/stalls.py           explains why the learner waits long or workers are idle
     batches/failed_steps.py     ends the groups that made a step fail
     batches/bound.py            adapts the staleness bound
     costs/                      meters costs, and decides which workers are active

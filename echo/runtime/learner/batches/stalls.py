@@ -1,4 +1,4 @@
-"""Stalls: detect and explain long waits of the learner and idle workers.
+"""Stalls: explain why the learner waits long or workers are idle.
 
 The learner observes its fleet when its own activity changes, and otherwise at most once in LOOK_S.
 The times between observations are added up for each step (`echo/fleet/explain.py`). These times are
@@ -9,11 +9,11 @@ explained:
                      for a large share of their time; or if the learner hardly waits and workers
                      have no groups
 
-A wait is longer than usual if it exceeds three limits: USUAL_FACTOR times the median of the last
-waits, LONG_SHARE of a usual step's duration, and MIN_WAIT_S. The explanation is logged when its
-cause changes, but at most once in LOG_S. A step's row of metrics has the explanation and the waited
-seconds by stage. During a wait the explanation is written as a separate row. So the files of a
-crashed run show the cause of its last wait.
+A wait is longer than usual if it exceeds each of three limits: USUAL_FACTOR times the median of the
+last waits, LONG_SHARE of a usual step's duration, and MIN_WAIT_S. The explanation is logged when
+its cause changes, but at most once in LOG_S. A step's row of metrics has the explanation and the
+waited seconds by stage. During a wait the explanation is written as a separate row. So the files of
+a crashed run show the cause of its last wait.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Fields = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 
 
 class Stalls:
-    """Observes the fleet, and explains waits of the learner and idle workers."""
+    """Observes the fleet, and explains why the learner waits long or workers are idle."""
 
     def __init__(
         self,
