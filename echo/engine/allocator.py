@@ -57,10 +57,10 @@ def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables that size the cache of oneDNN and PyTorch's own cache above it."""
+"""Environment variables that limit the caches of oneDNN and of PyTorch's layer above oneDNN."""
 ONEDNN_SHAPES = 64
-"""Number of shapes whose code and weights oneDNN caches. Every decoding step uses the same 7 shapes
-or so.
+"""Number of shapes whose code and weights oneDNN caches. Every decoding step uses the same shapes,
+about 7.
 """
 
 

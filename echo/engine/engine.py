@@ -68,8 +68,8 @@ class Sampling:
     more; 1 keeps all tokens.
     """
     top_k: int
-    """Keep this number of most likely tokens, and further tokens that are as likely as the least
-    likely of them. top_k is applied before top_p; 0 keeps all tokens.
+    """Keep this number of most likely tokens, and all tokens that tie with the last of these. top_k
+    is applied before top_p; 0 keeps all tokens.
     """
     max_completion_tokens: int
     """Number of tokens after which a completion ends with "length", at least 1."""
@@ -89,7 +89,7 @@ class Sampling:
     drawn, and stop strings are ignored.
     """
     stop: StopStrings | None = None
-    """Texts that end a completion; None for none."""
+    """Texts that end a completion; None if there are no such texts."""
 
     def __post_init__(self) -> None:
         checks = {
@@ -158,9 +158,9 @@ class Request:
     choices.
     """
     prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[K] tokens of the completion from an earlier call, which this call continues. They count
-    towards the token limit and are not returned again. The request needs a new seed: the old seed
-    would repeat the random choices of the first tokens.
+    """[K] tokens of the completion from an earlier call, which this call continues. These tokens
+    count towards the token limit and are not returned again. The request needs a new seed: the old
+    seed would repeat the random choices of the first tokens.
     """
     turn_start: int = 0
     """Number of tokens of the prefix before the present turn of an episode. Stop strings and
@@ -220,9 +220,8 @@ class Completion:
     """[T] sampled ids, a stop id included; empty only after an abort."""
     logprobs: npt.NDArray[np.float32]
     """[T] natural log-probability of each id under the distribution that it was sampled from. This
-    is the renormalised distribution after min_tokens, temperature, min_p, top_k and top_p. Greedy
-    sampling is deterministic, so its log-probabilities are those of the plain softmax (temperature
-    1).
+    is the renormalised distribution after min_tokens, temperature, min_p, top_k and top_p. Under
+    greedy sampling, the log-probabilities are those of the plain softmax (temperature 1).
     """
     finish_reason: FinishReason
     """Why the completion ended:
@@ -238,7 +237,8 @@ class Completion:
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     support: TokenSets | None = None
-    """The ids that each token could have been drawn from; None unless `Sampling.has_support`."""
+    """The ids that each token could have been drawn from; None if `Sampling.has_support` is false.
+    """
     likely: TokenSets | None = None
     """The most likely ids of each token, with log-probabilities; None if `Sampling.likely_ids` is
     0.
@@ -367,8 +367,8 @@ class Engine(abc.ABC):
             version: the version to sample from; None for the newest. An engine that holds several
                 versions keeps this version loaded during the call. An engine that holds one version
                 checks `version` only at the start of the call. A later `load` swaps the weights in
-                flight. So a caller that needs one version throughout must not load another during
-                the call.
+                flight. So a caller that needs one version throughout must not load another version
+                during the call.
 
         Raises:
             EngineError: if a prompt does not fit the model (raised before any work), or if memory

@@ -9,7 +9,7 @@ worker reads the base from a directory. The hash of its weights (`base_digest`) 
 the learner's base.
 
 Engines compute base and adapter separately and never merge them. Merging would round the sum to the
-engine's dtype, and so shift the learner's ratio.
+engine's dtype, and so change the learner's importance ratio.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Lora:
     """Hugging Face directory with the base's weights."""
     rank: int
     alpha: int
-    """Numerator of the factor alpha / rank, by which the adapter's product B A is multiplied."""
+    """Numerator of the factor alpha / rank that scales the adapter's product B A."""
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Last name parts of the modules to adapt. "all-linear" means every linear layer except the
     head.
     """
     num_versions: int = 1
-    """How many of the newest versions training accepts. An engine keeps these versions side by side
+    """Number of newest versions that training accepts. An engine keeps these versions side by side
     if memory allows.
     """
 
@@ -148,7 +148,7 @@ def build_adapted(
     Raises:
         DataError: if the base's weights cannot be read.
         EngineError: if the base's weights do not fit the base's config.json.
-        ConfigError: as `add_adapter`.
+        ConfigError: for the same reasons as in `add_adapter`.
     """
     model = build_meta_model(lora.base_dir, dtype, attn_implementation)
     own = model.state_dict()

@@ -137,7 +137,7 @@ def drop_towers(model: Any) -> Any:
 def choose_attention(config: Any, wanted: str) -> str:
     """Return the name of the attention implementation for a model.
 
-    "auto" gives sdpa if it is correct for the model, otherwise eager.
+    "auto" gives sdpa if sdpa is correct for the model, otherwise eager.
 
     sdpa is not correct for a model that caps its attention logits. Older releases of transformers
     silently ignore the cap.
@@ -269,7 +269,7 @@ def _shorten(names: Sequence[str]) -> str:
 def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | None:
     """Return the model of a directory on the meta device.
 
-    The result is None if there is no config.json.
+    Return None if there is no config.json.
 
     Raises:
         DataError: if config.json describes no causal language model.
@@ -318,8 +318,8 @@ def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     (`unrounded_names`).
 
     Raises:
-        DataError: if weights are missing, damaged, or not in the safetensors format. If
-            transformers reads the files, also if they do not match the model.
+        DataError: if weights are missing, damaged or not in the safetensors format, or if
+            transformers cannot match the files to the model.
     """
     model = build_shapes(directory)
     tensors: Iterable[tuple[str, Tensor]] = read_tensors(directory)
@@ -336,7 +336,7 @@ def load_towers(directory: Path) -> dict[str, Tensor]:
     """Return the float32 weights that `drop_towers` deletes from a model.
 
     Raises:
-        DataError: as `load_directory`.
+        DataError: for the same reasons as in `load_directory`.
     """
     model = build_shapes(directory)
     if model is None or not has_towers(model.config):
@@ -397,7 +397,7 @@ def shapes_in(directory: Path) -> dict[str, list[int]]:
     """Return the shapes of a model directory's tensors, from its file headers.
 
     Raises:
-        DataError: as `load_directory`.
+        DataError: for the same reasons as in `load_directory`.
     """
     found: dict[str, list[int]] = {}
     for path in weight_files(directory):
@@ -510,7 +510,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a model directory, reading one tensor at a time.
 
     Raises:
-        DataError: as `load_directory`.
+        DataError: for the same reasons as in `load_directory`.
     """
     for path in weight_files(directory):
         try:
@@ -639,14 +639,14 @@ WINDOW_FIELDS = (
 
 
 def context_window(model_dir: Path) -> int:
-    """Return a model's longest sequence in tokens, 2^20 if there is no limit."""
+    """Return a model's longest sequence in tokens; 2^20 if there is no limit."""
     fields = fields_of_model(model_dir)
     named = [fields.get(name) for name in WINDOW_FIELDS]
     return min((size for size in named if isinstance(size, int) and size > 0), default=1 << 20)
 
 
 def fields_of_model(model_dir: Path) -> dict[str, Any]:
-    """Return the fields of config.json, with those of `text_config` on the top level."""
+    """Return the fields of config.json, with the fields of `text_config` on the top level."""
     fields = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return {**fields, **(fields.get("text_config") or {})}
 
@@ -667,7 +667,7 @@ def vocab_size(model_dir: Path) -> int:
 
 
 def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Write the model files that a worker received to `asset_dir`, and return that path.
+    """Write a worker's received model files to `asset_dir`, and return that path.
 
     Raises:
         DataError: if a JSON file cannot be parsed.
@@ -702,7 +702,7 @@ def pick_device(name: str) -> str:
     "auto" is the first GPU, or the CPU if there is none.
 
     Raises:
-        ConfigError: if torch does not know the device, or this machine lacks it.
+        ConfigError: if torch has no such device, or if this machine lacks the device.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -778,7 +778,7 @@ NUM_TIMED = 5
 def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], str]:
     """Return the faster dtype for a model on this CPU, and an explanation.
 
-    The explanation is empty unless the dtype is bfloat16.
+    If the dtype is float32, the explanation is empty.
 
     The function times a matrix product of the model's shape in both dtypes, alternately. It
     compares the shortest times, because other programs can only lengthen a time.
@@ -871,7 +871,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def shape(head_dim: int) -> dict[str, Any]:
     """Return the tiny model's dimensions as fields of its configuration.
 
-    All query heads together are 64 wide, whatever `head_dim` is.
+    All query heads together are 64 wide, for any `head_dim`.
     """
     return {
         "vocab_size": VOCAB_SIZE,

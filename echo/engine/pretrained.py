@@ -53,7 +53,7 @@ server.
 
 
 def make_smollm2(directory: Path, *, show: Callable[[str], None]) -> Path:
-    """Return the directory with SmolLM2, made if it does not exist.
+    """Return the directory with SmolLM2, and make the directory if it is missing.
 
     Args:
         directory: holds models; SmolLM2 is made in its subdirectory `NAME`.

@@ -60,10 +60,12 @@ CopyStream: TypeAlias = torch.cuda.Stream
 """CUDA stream on which a GPU copies weights while training runs."""
 
 ALIGNMENT_BYTES = 16
-"""A multiple of every element size. Tensors of usual shapes have no gaps between them."""
+"""Alignment of each tensor in an image: a multiple of every element size. Tensors of usual shapes
+have no gaps between them.
+"""
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Maximum bytes per file of weights, as Hugging Face's default."""
+"""Largest size of a file of weights, in bytes; Hugging Face's default."""
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -476,8 +478,8 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 MIN_BLOCK_BYTES = 4 << 10
-"""Blocks with fewer bytes are coded on the host. Compression might save less than their header
-takes.
+"""Blocks with fewer bytes are coded on the host. Their header may take more bytes than the coding
+saves.
 """
 
 
@@ -554,7 +556,7 @@ class DeviceDelta:
 
         Args:
             held: the old image on the host.
-            pool: threads that pack several blocks at a time; None packs them in this thread.
+            pool: threads that pack several blocks at a time. If None, this thread packs the blocks.
         """
         batch: list[_Piece] = []
         num_bytes = 0
@@ -655,7 +657,7 @@ class DeviceDelta:
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Copy tensors of one device to the host, with one wait for the device."""
+    """Copy tensors of one device to the host, and wait for the device only once."""
     if not tensors or tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     copied = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
@@ -706,7 +708,7 @@ def image_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return zeroed memory for an image, pinned if this process uses a GPU.
 
     Raises:
-        EngineError: if the host cannot pin that many pages.
+        EngineError: if the host cannot pin the pages.
     """
     cuda: Any = torch.cuda
     if not cuda.is_initialized() or not num_bytes:
@@ -720,7 +722,7 @@ def pinned(piece: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     torch's own allocator of pinned memory would round the size up to a power of two.
 
     Raises:
-        EngineError: if the host cannot pin that many pages.
+        EngineError: if the host cannot pin the pages.
     """
     cuda: Any = torch.cuda
     if not cuda.is_initialized():

@@ -194,8 +194,8 @@ class StaticBatch:
         self._supports: list[list[tuple[int, npt.NDArray[np.int32]]]] = [
             [] for _ in range(num_rows)
         ]
-        """For each request, the size and the ids of each token's support; empty unless the sampling
-        truncates.
+        """For each request, the size and the ids of each token's support; empty if the sampling
+        does not truncate.
         """
         k = sampling.likely_ids
         self._likely_ids = np.zeros((num_rows, self.max_tokens, k), np.int32)
@@ -286,7 +286,7 @@ class StaticBatch:
         return ids, torch.cat([self._mask[prompt], torch.ones_like(sampled)], dim=1)
 
     def uniforms(self, step: int) -> npt.NDArray[np.float64]:
-        """Return the random number by which each row draws token `step`."""
+        """Return the random number with which each row draws token `step`."""
         return uniform_at(self._seeds, step)
 
     def is_barred(self, step: int) -> npt.NDArray[np.bool_] | None:

@@ -6,8 +6,8 @@ Shapes: B rows in the batch, U distinct prompts, L longest prompt, V vocabulary.
 A call of `generate` is divided into batches that fit the memory budget. In a batch, every distinct
 prompt runs through the model once. The prompt's keys and values are then copied for each rollout of
 the group. All rows then advance together, one token at a time. Prompts of unequal length are padded
-on the left. Prompts of equal length need no mask. Ended rows are dropped from the batch when they
-are a quarter of it, so they cost at most a constant factor.
+on the left. Prompts of equal length need no mask. Ended rows are dropped when they are a quarter of
+the batch, so they cost at most a constant factor.
 
 New weights are installed between two tokens, by the thread that generates. If the model computes on
 the CPU in the published dtype, nothing is copied. The parameters are then views of the version's
@@ -77,9 +77,9 @@ class Mailbox:
         self._jobs: list[tuple[Job, Future[None]]] = []
 
     def do(self, job: Job) -> None:
-        """Have the thread that holds the mailbox open run `job`, and wait.
+        """Run `job` in the thread that holds the mailbox open, and wait for the job.
 
-        If no thread holds the mailbox open, the calling thread runs the job. An exception of the
+        If no thread holds the mailbox open, run the job in the calling thread. An exception of the
         job is raised here.
         """
         with self._lock:
@@ -145,7 +145,7 @@ class TransformersEngine(Engine):
             kernels of the other thread.
         attn_implementation: name of the attention implementation in transformers; "auto" is sdpa if
             supported.
-        num_threads: CPU threads of one operation; 0 leaves torch's setting alone.
+        num_threads: CPU threads of one operation; 0 keeps torch's setting.
         kv_cache: what happens to cached keys and values when weights change between two tokens.
         lora: shape of the adapters that `load` takes, with the base model to use instead of
             `model_dir`. None if `load` takes all weights.
@@ -234,7 +234,7 @@ class TransformersEngine(Engine):
         self._tensors, self._version = tensors, version
 
     def _roll_back(self, version: PolicyVersion, why: str) -> None:
-        """Install the previous version again, if any. Raise an EngineError if that fails."""
+        """Install the previous version again, if any. Raise an EngineError if this fails."""
         if self._tensors is None:
             return
         try:
@@ -250,7 +250,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use the tensors as parameters if dtype and device are right. Otherwise copy them."""
+        """Use tensors of the right dtype and device as parameters, and copy all others."""
         if self._adapter is not None:
             for name, tensor in tensors.items():
                 self._adapter[name].copy_(tensor)

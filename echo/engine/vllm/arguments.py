@@ -1,7 +1,7 @@
 """Arguments and environment of the installed vLLM.
 
-Users set vLLM's own engine arguments under [engine.options]. Arguments that Echo sets itself, and
-those unknown to vLLM, are refused.
+Users set vLLM's own engine arguments under [engine.options]. Echo refuses arguments that it sets
+itself, and arguments that vLLM does not have.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ OWN_ARGUMENTS = {
     "max_cpu_loras": "sync.max_staleness",
     "lora_target_modules": "lora.target_modules",
 }
-"""Arguments of vLLM that Echo sets, each with the user's setting for it."""
+"""Arguments of vLLM that Echo sets -> the setting of Echo that the user can change instead."""
 
 
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 256 << 20, 4 << 30
@@ -205,7 +205,7 @@ def _requirements(distribution: str) -> list[str]:
 
 
 def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
-    """Return the user's value of a count, or the default.
+    """Return the user's value of a numeric argument, or the default.
 
     Raises:
         EngineError: if the value is not a whole number of at least 1. With 0 vLLM would wait
@@ -218,7 +218,7 @@ def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
-    """Set environment variables that vLLM reads at import, unless the user has set them."""
+    """Set environment variables that vLLM reads at import and the user has not set."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -377,7 +377,7 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return vLLM's arguments to keep the adapters and one for the probe loaded."""
+    """Return vLLM's arguments that keep the adapters loaded, and one more for the probe."""
     # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 
@@ -385,7 +385,7 @@ def adapter_slots(num_versions: int) -> dict[str, int]:
 def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
     """Return how many adapter versions to keep loaded.
 
-    If memory limits their number, log a warning.
+    If memory limits this number, log a warning.
 
     Args:
         lora: shape of the adapter, and the number of versions wanted.

@@ -1,8 +1,8 @@
 """vLLM backends: vLLM in this process, or in processes of its own.
 
 `InlineBackend` runs vLLM in our own process, for tests and small workers. It starts in two seconds
-and starts no other process. A single thread runs the engine's steps. Other threads put jobs into
-this thread's queue, and it runs these jobs between two steps.
+and starts no other process. A single thread runs the engine's steps. Other threads put jobs into a
+queue, and this thread runs the jobs between two steps.
 
 A process has at most one `InlineBackend` at a time, because vLLM keeps its process groups in
 globals. vLLM has three other effects on the process:
@@ -71,7 +71,7 @@ class EngineWasDeadError(EngineDeadError):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The reason why vLLM died, and its number of running requests."""
+    """The reason why vLLM died, and the number of requests that were running."""
 
     reason: str
     num_running: int
@@ -138,8 +138,8 @@ class BackendOutput:
     ids and the sampled token.
     """
     supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
-    """For each token, the ids that it could have been drawn from. The entry is None if the returned
-    ids may be incomplete. The tuple is empty if no ids were requested.
+    """For each token, the ids that the token could have been drawn from. The entry is None if the
+    returned ids may be incomplete. The tuple is empty if no ids were requested.
     """
 
 
@@ -307,7 +307,7 @@ log = logging.getLogger(__name__)
 INLINE_CLOSE_TIMEOUT_S = 10.0
 
 _ALIVE = threading.Lock()
-"""Held while this process has an `InlineBackend`."""
+"""Lock that is held while this process has an `InlineBackend`."""
 
 T = TypeVar("T")
 Job = Callable[[], None]

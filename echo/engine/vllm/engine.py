@@ -2,15 +2,15 @@
 
 A swap is a transaction. The engine checks the new weights against the model's shape, pauses
 generation briefly, and sends the weights to vLLM. Then the engine probes the weights (`probe.py`):
-vLLM's log-probabilities of a prompt must match those of transformers under the same tensors. If
-they differ too much, the engine reinstalls the previous version and raises an error. If an update
+vLLM's log-probabilities of a prompt must match those of transformers under the same tensors. If the
+two differ too much, the engine reinstalls the previous version and raises an error. If an update
 fails half way, the model has a mix of two versions. The engine then restarts vLLM with the last
 version that passed the probe, as it does whenever vLLM dies. The tensors of this version are kept
 in host memory, never on a GPU.
 
-A patch is a swap that sends only the changed elements. They are scattered into vLLM's parameters
-and then probed. If vLLM keeps weights in its own layout, or after a patch has failed the probe, the
-engine sends whole versions instead.
+A patch is a swap that sends only the changed elements. These elements are scattered into vLLM's
+parameters, and the result is probed. If vLLM keeps weights in its own layout, or after a patch has
+failed the probe, the engine sends whole versions instead.
 
 `kv_cache` decides whether running rollouts keep their keys and values across a swap; see
 `echo.engine.engine`.
@@ -116,7 +116,7 @@ class CacheCapacity:
     def resize(self, num_blocks: int, num_seqs: int) -> None:
         """Set the total numbers of blocks and places.
 
-        The free numbers change by the same amount.
+        The numbers of free blocks and places change by the same amounts.
         """
         with self._lock:
             self._num_blocks += num_blocks - self._all[0]
@@ -380,7 +380,7 @@ def make_params(
     Args:
         sampling: how tokens are sampled.
         seed: fixes the random choices.
-        max_tokens: tokens after which the request ends.
+        max_tokens: number of tokens after which the request ends.
         of_prompt: whether the log-probabilities of the prompt are computed, too.
         num_ids: most likely ids to return for each token, to find its support; 0 for none.
         num_barred: number of tokens before the first possible stop id.
@@ -468,7 +468,7 @@ def _make_launcher(
     process: Process,
     num_threads: int,
 ) -> Launcher:
-    """Return vLLM's launcher. With LoRA, make space for the adapters that memory allows."""
+    """Return vLLM's launcher. With LoRA, memory limits the number of adapters."""
     num_versions = Engine.num_versions
     if lora is not None:
         free = free_bytes(torch.device("cpu"))
@@ -495,7 +495,7 @@ def _swap_remedy(error: EngineDeadError) -> str:
 
 
 class VllmEngine(Engine):
-    """Sample from a causal language model with vLLM.
+    """An engine that samples from a causal language model with vLLM.
 
     Args:
         model_dir: directory with config.json; weights in it are not read.
@@ -505,9 +505,10 @@ class VllmEngine(Engine):
         kv_cache: whether running rollouts keep their keys and values when weights are swapped.
         arguments: engine arguments passed through to vLLM.
         num_threads: CPU threads per operation; 0 for vLLM's choice.
-        lora: shape of the adapters that `load` takes, and their base model, which replaces
+        lora: shape of the adapters that `load` takes, with the base model to use instead of
             `model_dir`. None if `load` takes all weights.
-        demand: rollouts that the KV cache on a CPU is sized for; None to size it by free memory.
+        demand: expected rollouts, which determine the size of the KV cache on a CPU. If None, free
+            memory determines the size.
 
     Raises:
         EngineError: if vLLM is not installed, if vLLM cannot run this model with these arguments,
@@ -560,7 +561,7 @@ class VllmEngine(Engine):
         self._versions: dict[str, PolicyVersion | None] = {}
         self._good: _Installed | None = None
         self._patch_fault = ""
-        """Reason last logged for handing over whole versions in place of patches."""
+        """The reason, last logged, why vLLM cannot take patches."""
         self._is_misplaced = False
         """Whether a patch has failed the probe while the whole version passed it."""
         self.takes_patches = lora is None

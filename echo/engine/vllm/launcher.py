@@ -44,7 +44,7 @@ class Launcher:
         num_threads: int,
         num_versions: int,
     ) -> None:
-        """Store the arguments of vLLM. `launch` starts it.
+        """Store the arguments of vLLM. `launch` starts vLLM.
 
         Args:
             arguments: vLLM's engine arguments; the launcher lowers some of them.
@@ -97,7 +97,7 @@ class Launcher:
             return ProcessBackend(self._arguments)
 
     def _keep_fewer(self, why: str) -> bool:
-        """Halve the number of adapter versions. Return False if it cannot be lowered further."""
+        """Halve the number of adapter versions; return False if the number is already minimal."""
         if self.num_versions <= MIN_VERSIONS:
             return False
         number = max(MIN_VERSIONS, self.num_versions // 2)

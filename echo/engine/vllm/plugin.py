@@ -23,7 +23,7 @@ VARIABLE = "ECHO_VLLM_CRASH_REASON"
 
 LOGGER = "vllm.v1.engine.core"
 PREFIX = "EngineCore "
-"""Prefix of vLLM's log records of a failed start or a later death."""
+"""Prefix of vLLM's log messages about a failed start or a later death."""
 
 VMSTAT = Path("/proc/vmstat")
 

@@ -5,15 +5,15 @@ the same tensors, independently of vLLM. Wrong weights cause a difference of ten
 token. Examples are a tied head with its old weights, a missed layer and a transposed tensor.
 
 The prompt is a concatenation of NUM_TEXTS texts. Each text is a fixed beginning and the model's own
-greedy continuation, so its tokens are likely. Likely tokens are needed because rounding to 16 bits
-hardly moves their log-probabilities. It moves the log-probabilities of unlikely tokens (-15 nats)
+greedy continuation, so its tokens are likely. Rounding to 16 bits hardly changes the
+log-probabilities of likely tokens. It changes the log-probabilities of unlikely tokens (-15 nats)
 by tenths of nats, as much as wrong weights do.
 
 The effect of rounding is measured when the prompt is made. It is the mean difference between the
 model in 16 bits and in float32, both computed by transformers. The allowed difference follows from
-this measurement and has an upper bound (ALLOWED). Neither later versions nor vLLM can raise it. If
-the prompt becomes unlikely under the policy, a version that passed the probe generates a new
-prompt.
+this measurement and has an upper bound (ALLOWED). Neither later versions nor vLLM can raise the
+allowed difference. If the prompt becomes unlikely under the policy, a version that passed the probe
+generates a new prompt.
 
 A pass in float32 uses the same 16-bit weights and widens each for one operation, so the whole model
 is never held in float32. If this pass takes at most SPARED_S longer than a pass in 16 bits, every
@@ -109,7 +109,7 @@ class SwapProbe:
         # Built once. The model shares the memory of the weights that it was last given, which the
         # engine keeps anyway. Before the first weights it takes no memory (meta tensors).
         self.model: Any
-        """transformers' model; it holds the weights that `_take` was last called with."""
+        """transformers' model, with the weights of the last call of `_take`."""
         self._adapter: dict[str, Tensor] | None = None
         if lora is None:
             self.model = build_meta_model(model_dir, self._dtype, "eager")
@@ -142,7 +142,7 @@ class SwapProbe:
         deviates.
         """
         self._lock = threading.RLock()
-        """Held while the model's weights are replaced or used."""
+        """Lock that is held while the model's weights are replaced or used."""
 
     def bound(self, window: int) -> None:
         """Limit the prompt to `window` tokens. Call this before the prompt is made."""
@@ -153,7 +153,7 @@ class SwapProbe:
     def expected(self, tensors: Mapping[str, Tensor]) -> Expectation:
         """Return the prompt, its log-probabilities under the weights, and the bound.
 
-        The tensors become the model's weights without a copy, unless their dtype must change.
+        Tensors that have the model's dtype become the model's weights without a copy.
 
         Raises:
             EngineError: if the tensors are not exactly the weights of this model.

@@ -97,7 +97,7 @@ def with_remedy(reason: str) -> str:
 
 
 def find_missing_compiler() -> str:
-    """Return what Triton lacks to compile its C code; "" if nothing is missing.
+    """Return what is missing for Triton to compile C code; "" if nothing is missing.
 
     vLLM may still start, because Triton's cache may hold the compiled code.
     """

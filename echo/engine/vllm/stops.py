@@ -68,7 +68,7 @@ class StopDetokenizer(IncrementalDetokenizer):
 
 
 def search_stop_strings() -> None:
-    """Replace a method of vLLM, so that it searches announced requests for stop strings.
+    """Replace a method of vLLM, so that vLLM searches announced requests for stop strings.
 
     This changes vLLM's front end in the present process.
     """

@@ -1,10 +1,10 @@
 """The support of each token, read from vLLM's log-probabilities.
 
 With `logprobs_mode="processed_logprobs"` vLLM returns the K most likely ids of each token after
-temperature, min_p, top_k and top_p. An id that could not be drawn has -inf. So the ids with a
-finite log-probability are the support, if there are fewer than K. vLLM's own `return_sampling_mask`
-returns the supports directly. But that option works only on GPUs, requires top_k in each request,
-and refuses the greedy requests of evaluations.
+temperature, min_p, top_k and top_p. An id that could not be drawn has -inf. So if fewer than K ids
+have a finite log-probability, these ids are the support. vLLM's own `return_sampling_mask` returns
+the supports directly. But that option works only on GPUs, requires top_k in each request, and
+refuses the greedy requests of evaluations.
 
 vLLM would keep an object for each of the K log-probabilities until the request ends.
 `collect_supports` makes vLLM keep only the ids of the supports.
@@ -42,7 +42,7 @@ class SupportLogprobs(FlatLogprobs):
         ranks: chain[int],
         decoded_tokens: Iterable[str | None],
     ) -> None:
-        """Add a token's ids: first the sampled id, then the likely ids in falling order."""
+        """Add a token's ids: the sampled id, then the likely ids, most likely first."""
         end = bisect_left(logprobs, True, lo=1, key=lambda logprob: logprob == -math.inf)
         is_whole = end == len(token_ids)
         self.supports.append(None if is_whole else np.array(sorted(token_ids[1:end]), np.int32))

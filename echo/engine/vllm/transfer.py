@@ -2,8 +2,8 @@
 
 vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in each of its worker
 processes while generation is paused. If vLLM runs in our own process, the weights come from a
-dictionary. Otherwise they come from a safetensors file in shared memory. Each tensor is copied from
-its source directly to the device. vLLM fuses and shards tensors as its model requires.
+dictionary. Otherwise the weights come from a safetensors file in shared memory. Each tensor is
+copied from its source directly to the device. vLLM fuses and shards tensors as its model requires.
 
 The changes of a patch come from the same two sources and are sent to the device in a single copy.
 There the changes are scattered into their places in the parameters. The places are computed when
@@ -37,12 +37,12 @@ HANDED_OVER: dict[str, Any] = {}
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """The transfer is set up without arguments."""
+    """Arguments that set up the transfer; none are needed."""
 
 
 @dataclass
 class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where vLLM finds one version's weights or changes. Exactly one field is set."""
+    """The source of one version's weights or changes. Exactly one field is set."""
 
     key: str = ""
     """Key of the weights or changes in HANDED_OVER; "" if `path` is set."""
