@@ -1,8 +1,8 @@
 """Book of leases: which worker has a lease of which group, and when the lease expires.
 
-A lease gives one attempt at a group to one worker for a time. Progress renews the lease. When a
+A lease gives a worker one attempt at a group, for a limited time. Progress renews the lease. When a
 lease expires, its group waits to be granted again, ahead of new groups (`leases/groups.py` has a
-table of these states). The first valid result of a group is accepted, whatever its attempt. A later
+table of these states). The first valid result of a group is accepted, from any attempt. A later
 result is a duplicate and does no harm.
 
 The book remembers an expired lease until its group ends. So the lease stays expired even if its
@@ -44,7 +44,7 @@ class LeasedWorker:
     node_id: str
     installed: PolicyVersion | None = None
     capacity: int = 0
-    """Most leases that the worker can hold; 0 if it takes no leases at present."""
+    """Number of leases that the worker can hold; 0 if the worker takes no leases at present."""
     num_places: int = 0
     """Number of groups that the worker samples at the same time; 0 if unknown."""
     num_unknown: int = 0
@@ -66,7 +66,7 @@ class LeaseBook:
     """The leases by group and by worker, and the groups that wait for a lease."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Start without groups; a lease will expire after `timeout_s` seconds without progress."""
+        """Start without groups. A lease expires after `timeout_s` seconds without progress."""
         self.timeout_s = timeout_s
         self._groups: dict[int, OpenGroup] = {}
         """Group id -> group, for all groups that are not closed."""
@@ -108,7 +108,7 @@ class LeaseBook:
         return self._deadlines.first
 
     def deadline_of(self, record: LeaseRecord) -> float | None:
-        """Return when a lease expires; None if it has ended or its result has arrived."""
+        """Return when a lease expires; None if the lease has ended or its result has arrived."""
         is_watched = not record.is_over and not record.is_delivered
         return record.renewed_at + self.timeout_s if is_watched else None
 
@@ -200,7 +200,7 @@ class LeaseBook:
             self._handle(group, GroupEnded())
 
     def revoke(self, record: LeaseRecord) -> None:
-        """End a lease. If the group has no other lease, it waits to be granted again."""
+        """End a lease. If the group has no other lease, the group waits to be granted again."""
         group = self._groups[record.group_id]
         event = LeaseEnded if len(group.leases) > 1 else LastLeaseEnded
         self._handle(group, event(record))
@@ -236,7 +236,7 @@ class LeaseBook:
         """Check that states, leases and workers agree; for tests.
 
         Raises:
-            AssertionError: if they disagree.
+            AssertionError: if states, leases and workers disagree.
         """
         for state, group_ids in self._by_state.items():
             for group_id in group_ids:

@@ -17,7 +17,7 @@ from echo.wire.messages import BAD_LOGPROBS, Lease
 
 
 def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str | None:
-    """Return why a group cannot be the result of its lease, or None if it can."""
+    """Return why a group cannot be the result of its lease; None if it can."""
     if group.prompt_ids.tolist() != list(lease.prompt_ids):
         if not settings.prompts_are_free:
             return "another_prompt"
@@ -40,7 +40,7 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
 
 
 def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSettings) -> str | None:
-    """Return why a rollout is too long, or has forbidden chains; else None."""
+    """Return the fault if a rollout is too long or has forbidden chains, else None."""
     longest = num_tokens = rollout.num_tokens
     if len(rollout.branches):
         if settings.max_tree_tokens is None:

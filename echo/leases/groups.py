@@ -12,8 +12,8 @@ Waiting groups are granted again, the oldest first. The result of a closed group
 or the group has ended with a reason.
 
 The table below is `TABLE`: the state to which each event leads. `-`: the event leaves the state as
-it is. `!`: the event cannot happen in this state. It would be a fault of the learner, and raises an
-error.
+it is. `!`: the event cannot happen in this state. Such an event is a fault of the learner, and
+raises an error.
 
              Leased   LeaseEnded  LastLeaseEnded  ResultArrived  GroupEnded
     waiting  granted  !           !               storing        closed
@@ -35,7 +35,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
 
 MAX_ATTEMPTS = 20
-"""A group ends after this number of grants, because it probably makes its workers fail."""
+"""A group ends after this number of grants, because the group probably makes its workers fail."""
 
 
 class OpenState(StrEnum):
@@ -69,14 +69,15 @@ class LeaseRecord:
     is_over: bool = False
     """Whether the lease has ended, for any reason."""
     running_s: float = 0.0
-    """Seconds for which the worker has sampled the group, by its last heartbeat; 0 while the group
-    is queued at the worker."""
+    """Seconds for which the worker has sampled the group, according to the worker's last heartbeat;
+    0 while the group is queued at the worker.
+    """
     seen_at: float = 0.0
     """Time at which `longest` and `rate` were last estimated (`leases/grants/finish_times.py`)."""
     seen_tokens: int = 0
     """The value of `num_tokens` at `seen_at`."""
     longest: float = 0.0
-    """Estimated tokens of the longest completion at `seen_at`."""
+    """Estimated number of tokens of the longest completion at `seen_at`."""
     rate: float = 0.0
     """Estimated tokens per second of the longest completion."""
     num_beside: int = 1
@@ -120,7 +121,7 @@ class MoveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Event: a worker is granted an attempt, or claims one from before a restart."""
+    """Event: a worker is granted an attempt, or claims an attempt from before a restart."""
 
     attempt: int
     worker_id: str
@@ -246,7 +247,7 @@ class OpenGroup:
 
     @property
     def newest_attempt(self) -> int:
-        """The newest attempt for which a worker holds a lease; -1 without one."""
+        """The newest attempt for which a worker holds a lease; -1 if there is no such lease."""
         return max((record.attempt for record in self.leases), default=-1)
 
     def find(self, attempt: int, worker_id: str) -> LeaseRecord | None:

@@ -10,7 +10,8 @@ A worker is reported by name and set aside, like a useless worker (`leases/usefu
 of these conditions hold:
 
 * At least half of its last WINDOW trained groups can be compared. A group can be compared if at
-  least two equals have MIN_EQUAL groups of the same staleness. So a fleet needs three workers.
+  least two equals have MIN_EQUAL groups of the same staleness. So this check needs at least three
+  workers.
 * The median ratio of its groups' mismatch to its equals' mismatch is at least TIMES.
 * Its median mismatch is above FLOOR.
 
@@ -79,7 +80,7 @@ class Mismatches:
         self._windows: RecentMap[str, _Window] = RecentMap(max_entries=MAX_WORKERS)
 
     def trained(self, sampled: Sampled, *, engine: str) -> None:
-        """Add a group that was trained on; `engine` is its worker's engine and data type."""
+        """Add a group that was trained on; `engine` is the engine and data type of its worker."""
         window = self._windows.get(sampled.worker_id) or _Window()
         self._windows[sampled.worker_id] = window
         window.groups.append(((engine, level(sampled.staleness)), sampled.kl))

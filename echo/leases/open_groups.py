@@ -107,7 +107,7 @@ class OpenGroups:
         """Check that the book and the ids agree; for tests.
 
         Raises:
-            AssertionError: if they disagree.
+            AssertionError: if the book and the ids disagree.
         """
         self.leases.validate()
         for group_id in self.leases.group_ids:

@@ -1,7 +1,7 @@
 """Partial groups: unfinished groups that are kept, sent to the learner, and continued later.
 
-A **partial group** is a leased group while it is sampled. A worker keeps it among its leases
-(`leases/worker/held.py`). The worker applies the staleness policy whenever the group enters an
+A **partial group** is a leased group while it is sampled. A worker keeps the partial group among
+its leases (`leases/worker/held.py`), and applies the staleness policy whenever the group enters an
 engine again. Every `ship_s` seconds the worker ships the group: it sends the tokens to the learner
 (`leases/worker/keeper.py`). The learner keeps the tokens (`ShippedPartials`) and sends them to the
 next worker that gets the group.
@@ -202,7 +202,7 @@ class ShippedPartials:
         self._counters = counters
         self._kept: dict[int, _Kept] = {}
         self._counted: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_WORKERS)
-        """Worker -> its counts that were already added to the counters. They are kept after a lost
+        """Worker -> its counts that were already added to the counters. These are kept after a lost
         link, because the worker continues to count from them.
         """
 
@@ -213,7 +213,7 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Store `frame`, the members of a group as an attempt has shipped them.
+        """Store `frame`: the members of a group that an attempt has shipped.
 
         If a newer attempt has shipped at least `num_tokens` tokens, nothing changes. If there is
         too little space, the members are dropped and counted.
@@ -355,7 +355,7 @@ def _header_of(member: PartialRollout, blocks: tuple[bytes, bytes]) -> MemberHea
 
 
 def decode_members(frame: Frame) -> list[PartialRollout]:
-    """Decode the members of a partial group from a frame; their arrays are copies.
+    """Decode the members of a partial group from a frame, with copies of the arrays.
 
     Raises:
         RemoteProtocolError: if sizes disagree or a field is out of range.
@@ -427,7 +427,7 @@ def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
 
 
 def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
-    """Return the partial groups in a worker's file; [] if it belongs to another run.
+    """Return the partial groups in a worker's file; [] if the file belongs to another run.
 
     Raises:
         RemoteProtocolError: if the file is damaged.

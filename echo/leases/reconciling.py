@@ -65,7 +65,7 @@ class Reconciling:
     def reconcile(
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> Differences:
-        """Update the book from a worker's heartbeat; return the differences to send to it.
+        """Update the book from a worker's heartbeat; return the differences to send back.
 
         Args:
             worker: the worker; its `num_unknown` and `is_stuck` are updated.
@@ -108,7 +108,7 @@ class Reconciling:
     def _on_listed(
         self, record: LeaseRecord, state: LeaseState, has_progress: bool, now: float
     ) -> None:
-        """Renew a lease if its worker makes progress on its group or an earlier one."""
+        """Renew a lease if its worker makes progress on its group or on an earlier group."""
         record.is_confirmed = True
         self._finish_times.on_lease_state(record, state, now=now)
         is_idle = state.num_tokens <= 0 or state.is_waiting
@@ -133,7 +133,7 @@ class Reconciling:
         return self._lease_of(record) if is_usable else None
 
     def _lease_of(self, record: LeaseRecord) -> Lease:
-        """Return the lease as it was sent; a copy has its original's seed."""
+        """Return the lease as it was sent; a copied lease has the original's seed."""
         lease = self._prompts.lease(record.group_id, record.attempt)
         origin = record.attempt if record.copy_of is None else record.copy_of
         seed = self._prompts.lease(record.group_id, origin).seed
@@ -142,7 +142,7 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Add the leases that only the worker lists to the book, except unwanted leases.
+        """Add to the book the leases that only the worker lists, except unwanted leases.
 
         Return the (group id, attempt) of each unwanted lease.
         """

@@ -44,8 +44,8 @@ from echo.wire.messages import (
 MAX_FATAL = 3
 """A group ends once this number of engines have become unusable while they sampled the group."""
 MAX_CAUSE_LENGTH = 2600
-"""A worker's reported cause (a sentence and a traceback) is cut to this number of characters at its
-end.
+"""Number of characters that are kept from the end of a worker's reported cause (a sentence and a
+traceback).
 """
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
@@ -330,7 +330,7 @@ class Results:
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
-        """End a lease whose group other workers may be able to sample. Log a warning."""
+        """End the lease of a group that other workers may be able to sample. Log a warning."""
         self._groups.leases.give_back(message.group_id, message.attempt, node_id)
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
@@ -351,7 +351,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """End these leases, record each end, and ask the holders to stop with an Ack."""
+        """End these leases, record each end, and send each holder an Ack that asks it to stop."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id

@@ -97,7 +97,7 @@ class Prompts(Protocol):
 
 
 def find_prompt_fault(prompts: Prompts, group_id: int) -> DataError | PromptPendingError | None:
-    """Return the error that makes a group's prompt unavailable; None if it is available.
+    """Return the error that makes a group's prompt unavailable, or None.
 
     The prompt of an open group may be missing, for example after a restart.
     """

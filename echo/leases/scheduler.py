@@ -4,7 +4,7 @@ These parts decide, and the scheduler carries out their decisions:
 
 * `open_groups`: which groups are open, and the book of their leases;
 * `admission`: how many groups may be granted;
-* `just_in_time`: how many of them are granted now;
+* `just_in_time`: how many of these groups are granted now;
 * `rounds`, with `occupancy`, `forecasts`, `relief` and `dispatch`: which worker gets which group;
 * `reconciling`: which leases a heartbeat renews, enters or ends;
 * `results`: whether a delivered group is accepted, and how a failed group ends.
@@ -92,7 +92,7 @@ class Scheduler:
             step=run.step,
         )
         self.prompt_fault: DataError | None = None
-        """The error because of which no prompt can be used and no group is granted; None without
+        """The error that makes all prompts unusable, so that no group is granted; None without
         error.
         """
         self._forecasts = Forecasts(

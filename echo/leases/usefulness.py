@@ -2,8 +2,8 @@
 
 The learner grants prompts without regard to the worker. So a useful group comes from an honest
 worker with a probability equal to that worker's share of all delivered groups. A broken or
-dishonest worker that returns equal rewards need not sample. So it becomes the fastest worker and
-gets most of the leases. Two rules prevent such a worker from stopping a run.
+dishonest worker that returns equal rewards does not have to sample. So it becomes the fastest
+worker and gets most of the leases. Two rules prevent such a worker from stopping a run.
 
 **Set aside.** When a useful group arrives, each worker gets a credit. The credit is its share of
 the groups that were delivered since the previous useful group. A worker is set aside if its credits
@@ -61,12 +61,13 @@ class Usefulness:
         """Number of groups since the last useful group from workers that were set aside."""
         self._away_until: dict[str, float] = {}
         self._dominant: str | None = None
-        """The worker with nearly all groups since the last useful one, set aside until others have
-        delivered.
+        """The worker that made nearly all groups since the last useful group. It is set aside until
+        other workers have delivered.
         """
         self._has_asked = False
-        """Whether, since the last useful group, the dominant worker was admitted again because no
-        other worker could sample for ALONE_S."""
+        """Whether the dominant worker was admitted again since the last useful group, because no
+        other worker could sample for ALONE_S.
+        """
         self._alone_since: float | None = None
 
     @property
@@ -85,7 +86,7 @@ class Usefulness:
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
         """Count a delivered group.
 
-        If this sets workers aside, return one message per worker for the operator.
+        Return a message to the operator for each worker that is set aside as a result.
         """
         if not is_useful:
             if worker_id in self._away_until:
@@ -141,7 +142,7 @@ class Usefulness:
         """Decide which workers are set aside; return the messages for the operator.
 
         Args:
-            workers: name -> whether it can sample now.
+            workers: name of a worker -> whether the worker can sample now.
             now: the present time, seconds.
         """
         others = [name for name in workers if not self.is_set_aside(name)]

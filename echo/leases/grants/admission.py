@@ -8,9 +8,9 @@ S is the bound on staleness and B the number of groups per step. `consumed` is B
 finished steps. `buffered` counts the accepted groups that no finished step has used, including the
 groups of the step under way. `running` counts a group once, even if two workers run it.
 
-The consumed, buffered and running groups are the promised groups. The left term counts the groups
-of all batches that may train on samples of version w. So a group is granted only if these batches
-still have a place for it. A group beyond these batches would be stale.
+The consumed, buffered and running groups are the promised groups. The first term, (S + w + 1) * B,
+counts the groups of all batches that may train on samples of version w. So a group is granted only
+if these batches still have a place for it. A group beyond these batches would be stale.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Bounds = Mapping[PolicyVersion | None, int]
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
     """Return the number of groups in all batches that may train on samples of a version.
 
-    A worker with this version may be granted a group while fewer groups are consumed, buffered or
-    running.
+    A worker with this version may be granted a group while fewer groups than this number are
+    consumed, buffered or running.
 
     Args:
         max_staleness: S, the bound on staleness in steps, inclusive.
@@ -55,7 +55,7 @@ def oldest_version(
 ) -> PolicyVersion | None:
     """Return the oldest version that may sample the next group, or None.
 
-    Its step is `oldest_step`. Versions that a resume has abandoned are left out.
+    The version's step is `oldest_step`. Versions that a resume has abandoned are left out.
     """
     step = oldest_step(
         max_staleness=max_staleness, groups_per_step=groups_per_step, num_promised=num_promised
@@ -95,10 +95,10 @@ class Quota:
         return self.num_running > 0 and not self.is_batch_complete
 
     def is_closed(self, newest: PolicyVersion | None) -> bool:
-        """Return whether a round of grants would change nothing, whatever the workers hold.
+        """Return whether a round of grants would change nothing.
 
-        If true, all groups that admission allows for the `newest` version are granted already. In a
-        fast fleet, nearly all calls return true.
+        True if all groups that admission allows for the `newest` version are granted, and no batch
+        waits for running groups. In a fast fleet, nearly all calls return true.
         """
         step = self.step if newest is None else newest.step
         return self.num_promised >= self.limit(step) and not self.is_batch_waiting

@@ -4,7 +4,7 @@ The three decisions use the estimates of `leases/grants/finish_times.py`:
 
 * dispatch: the next group goes to the worker that should finish this group first;
 * moves: a worker gives up a lease, and an idle worker gets the group;
-* hedging: a running group that should be late is copied to a faster, idle worker.
+* hedging: a running group that is predicted to be late is copied to a faster, idle worker.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Load:
     group_s: float = 1.0
     """Seconds that one group takes alone in the worker's engine."""
     trial_s: float = 1.0
-    """The value that replaces `group_s` while the worker has no lease; idle time decreases it."""
+    """The value that replaces `group_s` while the worker has no lease. Idle time decreases this
+    value.
+    """
     free_at: list[float] = field(default_factory=lambda: [0.0])
     """For each place in the worker's engine, the time at which the place is free; a heap."""
 
@@ -108,7 +110,9 @@ class Load:
 
 
 def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
-    """Place each group where it should finish first; return the groups' workers in order.
+    """Place each group on the worker that should finish the group first.
+
+    Return the workers in the order of the groups.
 
     Args:
         loads: the workers that can sample; modified by the placement.
@@ -168,7 +172,7 @@ def moves(
     Args:
         waiting: groups that have not begun, each with its predicted finish at its holder.
         helpers: workers with a free place; the moves modify these objects.
-        least_gain_s: a move must bring a finish forward by at least this number of seconds.
+        least_gain_s: a move must make a group finish earlier by at least this number of seconds.
     """
     chosen: list[tuple[LeaseRecord, str]] = []
     for group in sorted(waiting, key=lambda g: (-g.done_at, g.record.group_id)):
@@ -254,7 +258,7 @@ class RunningGroup:
 
 @dataclass(slots=True)
 class Helper:
-    """An idle worker with a free place that admission allows no further group."""
+    """An idle worker with a free place, to which admission allows no new group."""
 
     node_id: str
     speed: float | None

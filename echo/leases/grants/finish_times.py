@@ -227,7 +227,7 @@ class FinishTimes:
             speed.provisional = max(shown) / self._group_size or None
 
     def refresh(self, worker_ids: list[str]) -> None:
-        """Update the median and the maximum speed from these workers."""
+        """Update the median and the maximum speed of these workers."""
         known = [speed for name in worker_ids if (speed := self.of(name).measured) is not None]
         self._usual = statistics.median(known) if known else 1.0
         self._fastest = max(known, default=1.0)
@@ -247,7 +247,7 @@ class FinishTimes:
         return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
-        """Return the measured speed; if it is unknown, twice the fastest worker's speed."""
+        """Return the measured speed; if unknown, twice the fastest worker's speed."""
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
@@ -286,15 +286,15 @@ class FinishTimes:
         record.seen_at, record.seen_tokens = now, state.num_tokens
 
     def forecast(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
-        """Return the expected length of a leased group, and the seconds until it is done.
+        """Return a leased group's expected length, and the seconds until the group is done.
 
         The length is the final number of tokens of the group's longest completion. The seconds
         count from now, or from the group's start if the group has not begun.
 
         Args:
             record: the lease.
-            is_running: whether to assume, without a heartbeat that shows it, that the worker has
-                begun the group.
+            is_running: whether to assume that the worker has begun the group, even if no heartbeat
+                shows this.
             now: the present time, seconds.
         """
         speed = self.of(record.worker_id)

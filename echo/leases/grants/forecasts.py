@@ -28,7 +28,8 @@ class WorkerForecast:
 
     made_at: float
     free_at: list[float]
-    """For each place of the worker, the time at which it is free for another group; a heap."""
+    """For each place of the worker, the time at which the place is free for another group; a heap.
+    """
     running: list[RunningGroup] = field(default_factory=list)
     """The worker's groups, each with its predicted finish."""
 

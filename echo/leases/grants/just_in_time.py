@@ -14,6 +14,8 @@ next version can still sample the group in time:
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
 * B is the number of groups per step.
+* consumed is B times the number of finished steps. accepted is the number of accepted groups that
+  no finished step has used.
 * ready(b) is the time at which the learner can begin to train on batch b.
 * arrival(worker) is the time at which the worker should install the next version.
 * soonest is the time at which a group that is granted now should be done. Replacing a running group
@@ -113,7 +115,7 @@ class JustInTime:
         """Seconds from the beginning of each recent step to its end."""
         self._busy_s: deque[float] = deque(maxlen=RECENT_STEPS)
         """Seconds from the beginning of each recent step until the learner could begin the next
-        one.
+        step.
         """
         self._waited_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._spare_s: deque[float] = deque(maxlen=SPARE_STEPS)
@@ -121,7 +123,7 @@ class JustInTime:
         self._useful: deque[bool] = deque(maxlen=RECENT_GROUPS)
         """For each recent group, whether it was useful."""
         self._complete_at: float | None = None
-        """Time at which the next batch became complete; None while it is not."""
+        """Time at which the next batch became complete; None while the batch is incomplete."""
         self._delay_s: RecentMap[str, float] = RecentMap(max_entries=MAX_WORKERS)
         """Worker -> seconds from the end of a step to the installation of its version."""
         self._installed: RecentMap[str, int] = RecentMap(max_entries=MAX_WORKERS)
@@ -130,13 +132,13 @@ class JustInTime:
         """Steps of the last two versions that any worker has installed."""
         self._margin_s: float | None = None
         self._held_since: dict[int, float] = {}
-        """Ordinal of a group, as admission counts groups -> time at which it was first held back.
+        """Ordinal of a group, as admission counts groups -> time at which the group was first
+        delayed.
         """
         self._delayed_s: dict[int, float] = {}
-        """Batch -> the longest time, seconds, for which a group of this batch was held back."""
+        """Batch -> the longest time, seconds, for which a group of this batch was delayed."""
         self.deadline: float | None = None
-        """Time at which to decide again, if no event comes before; None if no group is held back.
-        """
+        """Time at which to decide again if no event comes earlier; None if no group is delayed."""
 
     @property
     def margin_s(self) -> float:

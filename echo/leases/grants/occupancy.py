@@ -49,7 +49,7 @@ class Occupancy:
     def give(self, worker_id: str, *, is_copy: bool = False) -> None:
         """Count a lease that this round gives to a worker.
 
-        A copy does not add a promised group.
+        A lease that copies another lease adds no promised group.
         """
         self._num_given[worker_id] += 1
         self.num_promised += not is_copy

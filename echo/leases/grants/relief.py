@@ -1,6 +1,6 @@
 """Relief: which running groups are moved or copied to idle workers.
 
-Relief is the last part of a round of grants, and only while the next batch waits for running
+Relief is the last part of a round of grants. It happens only while the next batch waits for running
 groups. The rules and their numbers are in `leases/grants/dispatch.py`, "Moves" and "Hedging". This
 file finds the leases to which each rule applies, and changes nothing.
 """
@@ -70,7 +70,7 @@ class Relief:
         }
 
     def _even_out(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return the leases to move to newcomers, before the run's first group is made."""
+        """Return the leases to move to newcomers before the run's first group is finished."""
         occupancy = self._occupancy
         equals = self._finish_times.equals(occupancy.able)
         newcomers = [
@@ -97,7 +97,7 @@ class Relief:
         return moves(waiting, loads, least_gain_s=self._settings.heartbeat_s)
 
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
-        """Return worker -> its leases that may move, begun ones first.
+        """Return worker -> its leases that may move, leases of begun groups first.
 
         Leases that were requested already are left out. If another lease of a worker may not move,
         the worker is left out.

@@ -1,7 +1,7 @@
 """A round of grants: which groups are granted to which workers, and which groups end.
 
 `leases/grants/admission.py` decides how many groups may be granted. `leases/grants/dispatch.py`
-decides which worker gets each of them. A round grants, in this order,
+decides which worker gets each group. A round grants, in this order,
 
 1. each group that its holder gave up for another worker, to that worker;
 2. waiting groups, oldest first, and then new groups, each to the worker that should finish it
@@ -9,8 +9,8 @@ decides which worker gets each of them. A round grants, in this order,
 3. while the next batch waits for running groups: moves and copies to idle workers
    (`leases/grants/relief.py`).
 
-`Round.decide` changes no group and no lease, so a round that fails has no effect. It returns
-`Decisions`, which the scheduler carries out afterwards.
+`Round.decide` changes no group and no lease, so a round that fails has no effect. The method
+returns `Decisions`, which the scheduler carries out afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NewLease:
     lease: Lease
     worker: LeasedWorker
     copy_of: int | None = None
-    """The attempt that the lease copies; None if it is no copy."""
+    """The attempt that the lease copies; None if the lease is no copy."""
 
 
 @dataclass(slots=True)

@@ -19,8 +19,9 @@ state as it is. `!`: the event cannot happen in this state, so it raises an erro
     delivered    !        -        -            -          !           -          ended     -
     ended        !        -        -            -          !           -          -         -
 
-A heartbeat lists every group that has not ended, so the learner knows which leases it must send
-again. The number of leases that the learner grants bounds the number of groups that a worker holds.
+A heartbeat lists every group that has not ended. So the learner can find the leases that it must
+send again. The number of leases that the learner grants bounds the number of groups that a worker
+holds.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class GroupState(StrEnum):
     SCORING = "scoring"
     """All members have ended, and the task computes their rewards."""
     UNWANTED = "unwanted"
-    """The learner wants no result, but the engine or the task is still working on it."""
+    """The learner wants no result, but the engine or the task is still working on the group."""
     DELIVERED = "delivered"
     """The outbox holds the group's result or failure until the learner acknowledges it."""
     ENDED = "ended"
@@ -96,7 +97,7 @@ class PartialGroup:
     """Whether the group already had tokens when it last entered the engine."""
 
     def seconds(self, now: float) -> float:
-        """Return seconds since the group entered the engine; 0 if it is a continued group."""
+        """Return seconds since the group entered the engine; 0 if the group is continued."""
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
     @property
@@ -194,7 +195,7 @@ EVENTS: tuple[type[Event], ...] = (
 
 
 class HeldLeases:
-    """The leases of a worker, with the tokens sampled for each."""
+    """The leases of a worker, with the tokens sampled for each lease."""
 
     def __init__(self, outbox: Outbox) -> None:
         """Start without leases; `outbox` holds the messages of delivered groups."""
@@ -204,7 +205,7 @@ class HeldLeases:
         self._by_state: dict[GroupState, dict[LeaseKey, PartialGroup]] = {
             state: {} for state in GroupState
         }
-        """State -> the groups in this state, in the order in which they entered it."""
+        """State -> the groups in this state, in the order of entry."""
         self._waiting_since: dict[LeaseKey, float] = {}
         """(group id, attempt) -> time at which `overdue` first found the group waiting for a newer
         version.
@@ -283,7 +284,7 @@ class HeldLeases:
         now: float | None = None,
         installed: PolicyVersion | None = None,
     ) -> list[PartialGroup]:
-        """Move waiting groups into the engine: interrupted ones first, then queued ones.
+        """Move waiting groups into the engine: first interrupted groups, then queued groups.
 
         In each state older groups come first. Groups that require a newer version than `installed`
         keep waiting. The call ends at the first group that would exceed `max_rollouts`. If a
@@ -366,7 +367,7 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Mark all groups with tokens as not shipped, because the learner may have lost them."""
+        """Mark all groups with tokens as not shipped, because the learner may have lost these."""
         for group in self._groups.values():
             group.num_shipped = 0
 
@@ -388,7 +389,7 @@ class HeldLeases:
         """Check that groups, states and outbox agree; for tests.
 
         Raises:
-            AssertionError: if they do not agree.
+            AssertionError: if groups, states and outbox disagree.
         """
         for state, groups in self._by_state.items():
             for key, group in groups.items():

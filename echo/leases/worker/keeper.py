@@ -1,9 +1,9 @@
 """The copies of a worker's unfinished groups: at the learner, and in a file of the worker.
 
 Shipping a group means sending its tokens so far to the learner. If the worker stops for good, the
-learner leases the shipped groups to other workers. If the worker restarts, it reads its file and
-lists the groups in this file. The learner then acknowledges the groups that are no longer wanted.
-Both copies are renewed every `ship_s` seconds, and when a worker pauses or leaves.
+learner leases the shipped groups to other workers. If the worker restarts, it lists the groups in
+its file. The learner then acknowledges the groups that are no longer wanted. Both copies are
+renewed every `ship_s` seconds, and when a worker pauses or leaves.
 """
 
 from __future__ import annotations

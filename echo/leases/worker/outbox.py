@@ -52,7 +52,7 @@ class Outbox:
     def deadline(self) -> float | None:
         """Time at which the next delivery is due.
 
-        0.0 if a delivery was never sent; None if the outbox is empty.
+        The time is 0.0 if a delivery was never sent, and None if the outbox is empty.
         """
         if not self._deliveries:
             return None
