@@ -77,7 +77,7 @@ def normalise(answer: str) -> str:
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Return whether two normalised answers are the same text or equal.
+    """Return whether two normalised answers are the same text or mathematically equal.
 
     math-verify decides equality. An answer with powers or factorials is compared as text only: with
     `9**9**9**9` the computer algebra would never end. Words are compared as text, too, because the

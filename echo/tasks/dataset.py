@@ -91,7 +91,7 @@ class RowsTask(Task):
         self._reader = RowReader(self.columns, assistant_last)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return a row's example. The caller sets its index, split and source.
+        """Return a row's example. The caller sets the example's index, split and source.
 
         Raises:
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind. The
@@ -321,7 +321,7 @@ class DatasetTask(RowsTask):
         self._reward = RewardSum(reward, self.columns)
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return a row's example. Check that it has the reward function's columns.
+        """Check that a row has the reward function's columns, and return its example.
 
         Raises:
             ValueError, TypeError, LookupError: if a column is missing or of the wrong kind.
@@ -331,7 +331,7 @@ class DatasetTask(RowsTask):
         return example
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the function's reward for an answer, awaitable if it is async."""
+        """Return the function's reward for an answer; awaitable if the function is async."""
         value: Reward = self._reward.one(example, completion)
         return value
 

@@ -20,8 +20,7 @@
 
 The environment's replies become tokens of the rollout that are never trained on. The tokens of the
 policy's turns are kept as sampled, and never decoded and encoded again. An episode ends when
-`reply` returns None, or when it runs out of turns or tokens. `outcome` is called in all of these
-cases.
+`reply` returns None, or when no turns or tokens remain. `outcome` is called in all of these cases.
 
 **Tools** are functions that the policy calls by name. A message then contains the result of the
 call.
@@ -100,7 +99,7 @@ class Environment(Task):
         """Release the resources that the state of an episode holds."""
 
     def compares_answers(self, example: Example) -> bool:
-        """Return False, since an episode's reward does not depend on others."""
+        """Return False, since an episode's reward does not depend on other episodes."""
         return False
 
     def reward(self, example: Example, completion: str) -> Reward:

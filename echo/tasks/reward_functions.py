@@ -10,8 +10,8 @@
 The second form is TRL's. One call gets all answers to a prompt, and every argument is a list with
 one element for each answer. The possible arguments are `prompt` or `prompts`, `answer`, `info` and
 the row's columns. The function gets every argument for which it has a parameter of the same name.
-With a `**` parameter it gets all of them. In the second form a completion of a chat prompt is a
-list of one message.
+With a `**` parameter, the function gets all arguments. In the second form a completion of a chat
+prompt is a list of one message.
 
 The function may be any callable with such parameters: a function, an instance with `__call__`, a
 bound method, a `functools.partial`. Both forms may be `async`. Both may return None for an answer
@@ -38,7 +38,7 @@ BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "math": equ
 """The built-in rewards by name."""
 
 NEVER_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Parameters that TRL passes to reward functions and Echo does not."""
+"""Parameters that TRL passes to reward functions, but Echo does not."""
 
 _FORMS = (
     "a reward is f(completion, **row), called for each answer, or as in TRL f(prompts, "
@@ -120,8 +120,8 @@ class RewardSum:
     def one(self, example: Example, completion: str) -> Any:
         """Return the reward of one answer.
 
-        With several functions the result is a dict of their parts. If a function is async, the
-        result is awaitable.
+        With several functions, the result is a dict with the part of each function. If a function
+        is async, the result is awaitable.
         """
         if self._alone is not None:
             return self._alone.one(example, completion)
@@ -328,13 +328,13 @@ class RewardFunction:
             check_reference(self._built_in, answer_column, example.answer)
 
     def one(self, example: Example, completion: str) -> Any:
-        """Return the function's result for one answer, awaitable if it is async."""
+        """Return the function's result for one answer; awaitable if the function is async."""
         return self._call(
             self._arguments(example), {"prompt": example.prompt, "completion": completion}
         )
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return the function's result for all answers, awaitable if it is async."""
+        """Return the function's result for all answers; awaitable if the function is async."""
         number = len(completions)
         answers: list[Any] = list(completions)
         if not isinstance(example.prompt, str):

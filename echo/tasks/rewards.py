@@ -190,7 +190,7 @@ class TaskHost(abc.ABC):
         return rewards
 
     def begin(self, example: Example) -> Episode:
-        """Begin an episode for an example, and return it.
+        """Begin and return an episode for an example.
 
         Raises:
             RewardError: if the call of the task's code fails.
@@ -200,7 +200,7 @@ class TaskHost(abc.ABC):
         return Episode(self, label, episode)
 
     def perform(self, call: TaskCall) -> Any:
-        """Make a call and return its value. Repeat it after a transient fault.
+        """Make a call and return its value. Repeat the call after a transient fault.
 
         Raises:
             RewardError: if the call fails, or if all repetitions fail after a transient fault.
@@ -415,7 +415,7 @@ class InlineHost(TaskHost):
             return self._idle.pop() if self._idle else _CallingThread(self._performer)
 
     def close(self) -> None:
-        """End the threads that execute no call."""
+        """End the idle threads."""
         with self._lock:
             idle, self._idle = self._idle, []
         for thread in idle:
@@ -464,7 +464,7 @@ class PoolHost(TaskHost):
         max_concurrent: int,
         compares_answers: Callable[[Example], bool] = lambda _: False,
     ) -> None:
-        """Start without processes. Calls start them.
+        """Start without processes. Calls start processes.
 
         Args:
             kind: the value of task.kind.
@@ -528,7 +528,7 @@ class PoolHost(TaskHost):
         return RewardError(f"{self.name} is being closed", reason="reward_lost")
 
     def _take(self, call: TaskCall) -> TaskProcess | None:
-        """Wait until a process is free for a call, or start one, and return it.
+        """Return a process for a call: wait for a free process, or start a process.
 
         For the call `end`, return None if no process has the episode.
 

@@ -86,7 +86,7 @@ class Example:
 
 
 class RetryCall(Exception):  # noqa: N818 -- a request of the task's, not an error of ours
-    """An error of a task's code after which a second call may succeed.
+    """An error that a task's code raises if a second call may succeed.
 
     For example, a judge model may still be starting. The call is repeated up to two times.
     ConnectionError and TimeoutError have the same effect.
@@ -104,10 +104,10 @@ Rewards: TypeAlias = Sequence[Opinion] | Awaitable[Sequence[Opinion]]
 
 
 class Task(abc.ABC):
-    """A source of prompts, with the reward of an answer to a prompt.
+    """A source of prompts that also rewards the answers.
 
-    The constructor of a subclass gets the settings in [task.options] as keyword arguments. It must
-    not read datasets, since a worker builds the same task and has no datasets.
+    The constructor of a subclass gets the settings in [task.options] as keyword arguments. The
+    constructor must not read datasets, since a worker builds the same task and has no datasets.
     """
 
     is_bounded = False
@@ -176,7 +176,7 @@ class Task(abc.ABC):
         """
 
     def dataset_files(self) -> list[Path]:
-        """Return the files of the dataset, whose hash identifies it."""
+        """Return the files of the dataset. Their hash identifies the dataset."""
         return []
 
     def data_problems(self) -> list[str]:
@@ -205,7 +205,7 @@ class GeneratedTask(Task):
 
     @abc.abstractmethod
     def reward(self, example: Example, completion: str) -> float:
-        """Return the reward of a completion: a number, not an awaitable or None."""
+        """Return the reward of a completion as a number."""
 
     @abc.abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, str]:
@@ -213,7 +213,7 @@ class GeneratedTask(Task):
 
     @abc.abstractmethod
     def answer(self, prompt: str) -> Any:
-        """Return the reference answer to a prompt. It becomes `example.answer`."""
+        """Return the reference answer to a prompt, which becomes `example.answer`."""
 
     def example(self, index: int, *, split: str) -> Example:
         """Return example `index` of a split, drawn with a seed made from `index` and `split`."""
@@ -285,9 +285,9 @@ def task_digests(task: Task) -> dict[str, str]:
 
     Returns:
         "task_source": the hash of the files that define the task's class and its base classes.
-            Whole files are hashed, since helper functions beside a class matter, too. "dataset":
-            the hash of the dataset's files. The hash is empty if there are no files, or if this
-            node lacks a file.
+            Whole files are hashed, since helper functions beside a class matter, too.
+        "dataset": the hash of the dataset's files. The hash is empty if there are no files, or if
+            this node lacks a file.
     """
     source = blake3()
     for part in (task, *task.parts()):
@@ -485,7 +485,7 @@ def _neighbours(name: str, path: Path) -> dict[str, Path]:
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return the path on this worker of a module that the learner has at `path`."""
+    """Return this worker's path of a module whose path at the learner is `path`."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name
@@ -704,7 +704,7 @@ class _OwnFirst:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the import spec of a user's file, None for any other module."""
+        """Return the import spec of a user's file; None for any other module."""
         if path is not None or name not in _OWN:
             return None
         return PathFinder.find_spec(name, [str(_OWN[name])], target)
@@ -715,7 +715,7 @@ _LOADED: dict[str, set[Path]] = {}
 
 
 def _claim(name: str, path: Path) -> None:
-    """Record a file's neighbours, so that its next import finds them.
+    """Record a file's neighbours, so that the file's next import finds these neighbours.
 
     Raises:
         ConfigError: if a neighbour's module name already belongs to another file. A process has

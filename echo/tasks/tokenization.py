@@ -155,7 +155,7 @@ def render_messages(
 
 
 TURN = "echo-turn-7f3a91"
-"""A placeholder for the assistant's text, between the template's text before and after it."""
+"""A placeholder for the assistant's text in a rendered template."""
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, closing: str, stop_ids: Iterable[int]) -> int:
@@ -190,7 +190,7 @@ _TEMPLATED = re.compile(
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the tokens that structure a conversation, by text.
+    """Return text -> id of the tokens that structure a conversation.
 
     Tokens such as `<think>` are left out.
     """
@@ -702,8 +702,8 @@ def tokenizer_digests(
 ) -> dict[str, str]:
     """Return hashes of everything that determines tokenization.
 
-    Nodes compare these hashes. JSON files are hashed by content, not by layout. The chat template
-    in some of them is hashed separately, with its arguments.
+    Nodes compare these hashes. JSON files are hashed by content, not by layout. A chat template in
+    a JSON file is hashed separately, with its arguments.
 
     Returns:
         "tokenizer", "chat_template" and "stop_ids", each as a BLAKE3 hash in hexadecimal digits.

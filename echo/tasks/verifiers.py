@@ -7,7 +7,7 @@
 `env` is the argument of `verifiers.load_environment`. It is an installed environment's id, or the
 name of a module beside the configuration with a function `load_environment`. The environment keeps
 its own loop, stop conditions, tools and rubric. Only its model is replaced. `_Policy` below is a
-client of verifiers whose answers come from the workers' engines. Each episode is a coroutine of the
+verifiers client that gets its answers from the workers' engines. Each episode is a coroutine of the
 environment, which waits in `_Policy` for each turn of the policy.
 
 The environment may only append messages to a conversation. It must not change earlier messages,
@@ -87,7 +87,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's tools, or else of the environment's tools."""
+        """Return the schemas of the row's own tools, or of the environment's tools."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None
@@ -107,7 +107,7 @@ class VerifiersTask(Environment):
         return session
 
     def reply(self, state: _Session, text: str) -> list[Message] | None:
-        """Pass a turn to the environment. Return the messages that it appends.
+        """Pass a turn to the environment, and return the messages that it appends.
 
         Return None if the environment has ended the episode.
         """
@@ -239,11 +239,10 @@ class _Session:
 
 
 def _parts(rubric: Any, scores: Mapping[str, float], reward: float) -> dict[str, float]:
-    """Return each function's weighted score; nothing if they do not add up to the reward.
+    """Return each function's weighted score; nothing if the sum is not the reward.
 
-    A rubric of one function has no parts, and a function with weight 0 is left out. The scores do
-    not add up if two functions have the same name, or if the rubric computes its reward in another
-    way.
+    A rubric of one function has no parts, and a function with weight 0 is left out. The sum differs
+    if two functions have the same name, or if the rubric computes its reward in another way.
     """
     # verifiers has no public way to learn the weights.
     names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()  # noqa: SLF001
@@ -337,7 +336,7 @@ def _dataset(get: Any) -> list[dict[str, Any]]:
         rows = get()
     except ValueError:  # the environment has no such dataset
         return []
-    # A lease carries rows as JSON.
+    # A lease contains rows as JSON.
     return [json.loads(json.dumps(dict(row), default=str)) for row in rows]
 
 

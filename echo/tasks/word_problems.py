@@ -1,4 +1,4 @@
-"""Generated word problems of one step, for a pretrained chat model.
+"""Generated one-step word problems, for a pretrained chat model.
 
     prompt      Ava has 12 shells and finds 9 more. How many shells does Ava have now?
                 Answer in one short sentence.
@@ -104,7 +104,7 @@ class WordProblemTask(Task):
     is_bounded = True
 
     def example(self, index: int, *, split: str) -> Example:
-        """Return problem `index` of a split, drawn with a seed from both."""
+        """Return problem `index` of a split, drawn with a seed made from `index` and `split`."""
         rng = random.Random(f"{type(self).__name__}:{split}:{index}")
         while True:
             prompt, answer = draw_problem(rng)

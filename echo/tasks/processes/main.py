@@ -54,7 +54,7 @@ _LOOP_ADVICE = (
 )
 
 MAX_TRACEBACK_LENGTH = 2000
-"""Number of characters that are sent of a traceback, counted from its end."""
+"""Largest number of characters of a traceback that are sent, from the traceback's end."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -300,7 +300,7 @@ class Performer:
         return self._states[episode]
 
 
-class _Refused(Exception):  # noqa: N818 -- it carries the fault that the caller is told
+class _Refused(Exception):  # noqa: N818 -- it has the fault that the caller receives
     def __init__(self, text: str, *, reason: str = "reward_error") -> None:
         super().__init__(text)
         self.fault = CallFault(reason, text)

@@ -68,7 +68,7 @@ class RowReader:
 
         Raises:
             ValueError, TypeError: if a column is missing or of the wrong kind. The message names
-                it.
+                the column.
         """
         prompt = self._prompt_of(row)
         info = row.get(self._names["info"])
@@ -104,7 +104,7 @@ class RowReader:
         return value
 
     def check_columns(self, path: str, names: Collection[str], *, is_trained_on: bool) -> None:
-        """Warn of columns that Echo ignores or uses in an unexpected way.
+        """Warn about columns that Echo ignores or uses in an unexpected way.
 
         Args:
             path: the path of the dataset, for messages.
@@ -207,8 +207,8 @@ def _parse_json(value: Any, start: str) -> Any:
 
     Args:
         value: the value of a column.
-        start: how JSON of the expected kind begins: "{" an object, "[" a list of objects, "[{" a
-            list of messages.
+        start: how JSON of the expected kind begins: "{" for an object, "[" for a list of objects,
+            "[{" for a list of messages.
     """
     if not isinstance(value, str) or not value.lstrip().startswith(start[:1]):
         return value
