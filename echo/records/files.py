@@ -119,8 +119,7 @@ def sync_path(path: Path) -> None:
 def hash_file(path: Path) -> str:
     """Return the BLAKE3 hash of a file as hexadecimal digits.
 
-    The file is read instead of mapped into memory, so that a bad sector raises OSError instead of
-    killing the process.
+    The file is not mapped into memory, because a bad sector would then kill the process.
     """
     digest = blake3(max_threads=blake3.AUTO)
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """The learner's ledger: records of what happened to every group of prompts.
 
-A record is on the disk before any node is informed of the event. Files in the run's directory,
-format 4:
+A record is on the disk before any node is informed of the event. The run's directory contains these
+files (format 4):
 
 * `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
   2, 3, ... without a gap), `body` and `hash`. `body` is a JSON object: `kind`, `at` in Unix
@@ -15,8 +15,8 @@ format 4:
   group and the hash of its bytes. A file retires once all its groups have ended and no resume can
   void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read;
   older files are removed. File numbers are never reused.
-* `ledger.lock`: the learner that writes the ledger locks this file, which has the learner's process
-  id.
+* `ledger.lock`: the learner that writes the ledger locks this file, and writes its process id into
+  it.
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
@@ -146,12 +146,12 @@ class Trained(Record, tag="trained"):
     lineage: int
     step: int
     consumed_at: int
-    """Number of optimizer steps done before this one."""
+    """Number of optimizer steps done before this step."""
     groups: tuple[int, ...]
     staleness: dict[int, int]
     """Number of trained tokens by staleness."""
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """The remaining tokens of each group in which stale tokens were masked.
+    """Numbers of remaining tokens of each group in which stale tokens were masked.
 
     A group has one number for each remaining version.
     """
@@ -504,7 +504,7 @@ class Ledger(LedgerQueue):
         return {p for p in found if p.stem.isdecimal() and p.stem == f"{int(p.stem):06d}"}
 
     def _open_database(self) -> sqlite3.Connection:
-        """Connect to the database with a write-ahead log; create the table in a new one.
+        """Connect to the database with a write-ahead log; create the table if it is missing.
 
         Raises:
             StorageError: if the volume does not support a write-ahead log.
@@ -532,7 +532,7 @@ class Ledger(LedgerQueue):
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
         """Sync the record of a checkpoint; retire the group files that are no longer needed.
 
-        A file is no longer needed if all its groups have ended, and none was trained after
+        A file is no longer needed if all its groups have ended, and no group was trained after
         `oldest_step`.
         """
         self.append(Checkpointed(lineage=lineage, step=step))
@@ -684,7 +684,8 @@ class Ledger(LedgerQueue):
         """Return path -> step of each group file that is no longer written to, oldest first.
 
         The path is relative to the run's directory. A resume from a checkpoint before the step
-        needs the file; inf means that a group has not ended. The step of retired files is 0.
+        needs the file. A step of inf means that a group of the file has not ended. The step of
+        retired files is 0.
         """
         with self._write_lock:
             steps = dict.fromkeys(self._kept, 0.0)
@@ -738,7 +739,7 @@ class Ledger(LedgerQueue):
         self._kept[name] = num_bytes
 
     def _drop_retired(self, *, step: int) -> None:
-        """Remove the oldest retired files beyond KEPT_BYTES in all."""
+        """Remove the oldest retired files, so that at most KEPT_BYTES remain."""
         excess = sum(self._kept.values()) - KEPT_BYTES
         names: list[str] = []
         for name, num_bytes in self._kept.items():
@@ -871,7 +872,7 @@ def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
 
 
 def _last_file_number(database: sqlite3.Connection, run_dir: Path) -> int:
-    """Return the number of the newest group file in which a group was stored; 0 if there is none.
+    """Return the number of the newest group file that stored a group; 0 if no file did.
 
     The file may have been removed since.
 

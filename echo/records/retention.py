@@ -3,8 +3,9 @@
 The first choice are files that no resume needs: retired group files and images of older versions.
 The next choice are the oldest checkpoints, each with the group files that only a resume from this
 checkpoint needs. The newest and the best checkpoint must stay, even if the directory then exceeds
-the bound. So must group files that a resume from a checkpoint newer than the removed ones needs.
-Other files (ledger, metrics, logs, exported weights) count towards the bound and are never removed.
+the bound. Group files must stay if a resume from a checkpoint newer than the removed checkpoints
+needs them. Other files (ledger, metrics, logs, exported weights) count towards the bound and are
+never removed.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def read_metrics(run_dir: Path) -> MetricsHistory:
     """Return the metrics of a run without rows of abandoned steps.
 
     The first row of a new lineage shows the step at which the run was resumed. Rows of later steps
-    in older lineages are left out. If a step is repeated within a lineage, its earlier rows are
-    left out, too.
+    in older lineages are left out. If a step is repeated within a lineage, the step's earlier rows
+    are left out, too.
 
     Raises:
         DataError: if the run has no metrics.
@@ -253,7 +253,7 @@ class RunRates:
     name: str
     num_steps: int
     job: Job
-    """The job, with the times, lengths and sizes that the run has measured."""
+    """The job to simulate, with the times, lengths and sizes that the run has measured."""
     workers: Mapping[str, WorkerRate]
     broadcast_s: float
     """Median seconds of a broadcast; 0 if no broadcast was recorded."""
