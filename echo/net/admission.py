@@ -39,7 +39,7 @@ _BYTES_RECEIVED = struct.Struct("=128xQ")
 
 
 class AcceptedConnections:
-    """The connections that libzmq has accepted, with two bounds that libzmq does not have.
+    """The connections that libzmq has accepted, with two limits that libzmq lacks.
 
     **Strangers** are connections over which no message has arrived. libzmq accepts every
     connection, and each takes a descriptor, which the node needs for its files and links. So at
@@ -47,8 +47,8 @@ class AcceptedConnections:
     first message within a few round trips. So its connection is closed only if `max_strangers`
     newer connections arrive before that message.
 
-    **Unfinished messages.** libzmq reports a message when its last frame has arrived. It limits the
-    size of a frame but not the number of frames, so libzmq would store an endless message. The
+    **Unfinished messages.** libzmq reports a message when its last frame has arrived. libzmq limits
+    the size of a frame but not the number of frames, so it would store an endless message. The
     kernel counts the bytes of each connection. A connection is closed if it has received more than
     its limit since its last whole message. The limit is `max_message_bytes` for a node and
     MAX_GUEST_BYTES for a guest. If guests are admitted, a stranger has a guest's limit. The limit
@@ -78,11 +78,11 @@ class AcceptedConnections:
 
     @property
     def has_excess(self) -> bool:
-        """Whether more strangers are connected than may stay."""
+        """Whether more than `max_strangers` strangers are connected."""
         return len(self._strangers) > self._max_strangers
 
     def add(self, descriptor: int) -> None:
-        """Add a connection that libzmq has accepted; it is a stranger until `spoke`."""
+        """Add a connection that libzmq has accepted, as a stranger until `spoke` is called."""
         self._strangers[descriptor] = None
         self._whole_bytes[descriptor] = 0
 

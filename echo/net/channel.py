@@ -49,8 +49,9 @@ class News(enum.Enum):
 
 
 OnNews = Callable[[News, int], None]
-"""Receives an event and the descriptor of its connection. If the event is about a handshake, the
-second value is not a descriptor."""
+"""Function that receives an event and the descriptor of its connection. If the event is about a
+handshake, the second value is not a descriptor.
+"""
 
 
 class Burst:
@@ -142,7 +143,7 @@ class ZmqOutbox:
         self._tracked: deque[tuple[int, zmq.MessageTracker]] = deque()
 
     def send(self, frames: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> bool:
-        """Queue a message; return False if the queue is full or the connection closed.
+        """Queue a message; return False if the queue is full or the connection is closed.
 
         Raises:
             TransportError: if libzmq cannot send for another reason.
@@ -243,8 +244,8 @@ class ZmqChannel:
     def has_whole_message(self) -> bool:
         """Return whether a whole message can be received now.
 
-        This call reads EVENTS, which may consume an edge of the descriptor. So it also schedules a
-        call of `check`.
+        This call reads EVENTS, which may consume a wake-up of the loop (`zmq.py`). So it also
+        schedules a call of `check`.
         """
         self.check_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
@@ -262,7 +263,7 @@ class ZmqChannel:
             self._loop.call_soon(self.check)
 
     def read_news(self, at_most: int | None = None) -> bool:
-        """Report events of connections, at most `at_most`; return whether all were reported."""
+        """Report at most `at_most` events of connections; return whether none remain."""
         for _ in itertools.count() if at_most is None else range(at_most):
             if self._monitor.closed:
                 return True
@@ -309,7 +310,7 @@ class ZmqChannel:
     def descriptor(self) -> int | None:
         """Return the descriptor of the connection over which the last message arrived.
 
-        Return None if libzmq cannot tell the descriptor.
+        Return None if libzmq does not report the descriptor.
         """
         try:
             return None if self._first_part is None else int(self._first_part.get(zmq.SRCFD))

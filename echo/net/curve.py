@@ -4,8 +4,8 @@ All links are encrypted with CURVE (elliptic curve 25519, forward secret). Two k
 two questions:
 
 * *Is this the right process?* Every process that listens has a **server key**, which is a part of
-  its address: `tcp://host:port#KEY`. The learner sends these addresses to all nodes in its plans.
-  So a user copies only the learner's key by hand.
+  its address: `tcp://host:port#KEY`. The learner's plans contain these addresses, so a user copies
+  only the learner's key by hand.
 * *Does the dialler belong to the run?* The run has one **secret**. All nodes of the run dial with
   one key pair, which is derived from this secret. A listener admits only this key.
 
@@ -17,9 +17,9 @@ not trust guests, and accepts only small messages from guests.
 A worker makes a new server key at each start, because other nodes learn its address only from
 plans. The address of a relay is written into configurations. So a relay's key is derived from the
 secret. Then the run's join string is enough on every machine, and it stays valid when the relay
-restarts. As a consequence any node of the run can pose as a relay if it also takes over the relay's
-address. It cannot pose as the learner or change signed data, because the join string has the
-fingerprint of the learner's key.
+restarts. As a consequence, any node of the run can pose as a relay if it also takes over the
+relay's address. No node can pose as the learner or change signed data, because the join string has
+the fingerprint of the learner's key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KeyPair:
 
     @classmethod
     def of(cls, secret: bytes) -> KeyPair:
-        """Return the key pair with this secret half, any 32 bytes."""
+        """Return the key pair whose secret key is `secret`, any 32 bytes."""
         private = X25519PrivateKey.from_private_bytes(secret)
         return cls(private.public_key().public_bytes_raw(), secret)
 
@@ -65,7 +65,8 @@ class CurveKeys:
     relay_key: bytes
     """The public server key of all relays of the run."""
     guests: Mapping[bytes, str] = field(default_factory=dict)
-    """Public key of a kind of guest -> its name; empty unless this process is the learner."""
+    """Public key of a kind of guest -> name of the kind; empty if this process is not the learner.
+    """
     known: Mapping[str, bytes] = field(default_factory=dict)
     """Server keys by address; used for addresses that are written without a key."""
 

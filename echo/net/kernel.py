@@ -3,7 +3,7 @@
 One TCP connection over a long link is as fast as its buffers and its congestion control permit. At
 1 Gbit/s and 100 ms the bandwidth-delay product is 12.5 MB. A TCP window takes about 0.7 of a
 buffer. So one connection with the usual 4 MiB of `tcp_wmem` reaches a quarter of the link. Several
-connections together reach all of it. If packets are lost, cubic falls far below the link's rate,
+connections together can fill the link. If packets are lost, cubic falls far below the link's rate,
 but BBR does not. So nodes open several connections to a parent if buffers are small or BBR is not
 permitted. docs/broadcast.md names the sysctls with which one connection is enough.
 
@@ -118,8 +118,7 @@ def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
     """Raise the limit of open files to `wanted`, if permitted; return the new limit.
 
     If `wanted` is not permitted, the limit is raised as far as permitted. Every link takes
-    descriptors. The usual soft limit of 1024 is for programs that use `select`, which Echo does
-    not.
+    descriptors. The usual soft limit of 1024 is for programs that use `select`, and Echo does not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

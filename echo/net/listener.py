@@ -76,7 +76,7 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Make the kernel refuse connections to this port, and refuse it to other sockets.
+    """Reserve the port: the kernel then refuses connections and other sockets.
 
     Raises:
         OSError: if another socket listens on the port already.
@@ -163,7 +163,7 @@ class ListenerHost(Host, Protocol):
         """Add an inbound peer to the transport's peers."""
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer, whose connection has ended, and its unused tokens."""
+        """Remove an inbound peer and its unused tokens after its connection has ended."""
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
         """Return the inbound peer with this id; None if its connection has ended."""

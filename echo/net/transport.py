@@ -6,9 +6,10 @@ addresses, and reports events. The events of each peer are in this order:
     Connected  Received*  Disconnected      for a dialled peer again after each redial, with a
                                             DialFailed for each failed attempt
 
-A *dialled* peer is the link that `dial` opened. It keeps its id through every loss and redial until
-`hang_up`. An *inbound* peer is one connection that another node opened. When the connection is
-lost, the id ends. If the same node connects again, it becomes a new peer with a new id.
+A *dialled* peer is the link that `dial` opened. A dialled peer keeps its id through every loss and
+redial until `hang_up`. An *inbound* peer is one connection that another node opened. When the
+connection is lost, the id ends. If the same node connects again, it becomes a new peer with a new
+id.
 
 Every implementation guarantees the following, and the contract tests check it:
 
@@ -129,8 +130,9 @@ class TransportOptions:
     connect_timeout_s: float = 10.0
     """Time limit of one attempt to connect, seconds: for TCP and for the handshake separately."""
     min_redial_s: float = 0.1
-    """Pause before the first attempt after a lost connection, seconds; it doubles with each further
-    attempt."""
+    """Pause before the first attempt after a lost connection, seconds. The pause doubles with each
+    further attempt.
+    """
     max_redial_s: float = 5.0
     """Longest pause between two attempts, seconds."""
     max_strangers: int = 256
@@ -191,7 +193,7 @@ class Transport(abc.ABC):
     def listen_address(self) -> str | None:
         """The address at which this transport listens; None if it only dials.
 
-        After `start` it has the real port and the transport's server key.
+        After `start`, the address has the real port and the transport's server key.
         """
 
     @abc.abstractmethod
@@ -207,10 +209,11 @@ class Transport(abc.ABC):
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
         """Start to connect to `address`; return the id of the peer.
 
-        After every lost connection, the address is dialled again.
+        After every lost connection, the address is dialled again, with growing pauses between
+        attempts.
 
         Args:
-            address: tcp://host:port#key. Pauses between attempts grow.
+            address: tcp://host:port#key.
             has_bulk: whether to ask the other side for a bulk connection, if links are encrypted.
 
         Raises:
@@ -222,9 +225,9 @@ class Transport(abc.ABC):
     def hang_up(self, peer: PeerId) -> None:
         """End the link to a peer; no event of the peer follows.
 
-        Sends to the peer are refused. Accepted messages are still delivered for `linger_s`. The
-        connection to a dialled peer or a guest is closed. Further messages of an inbound peer are
-        discarded. An unknown peer is ignored.
+        Sends to the peer are refused. Accepted messages are still delivered for `linger_s` seconds.
+        The connection to a dialled peer or a guest is closed. Further messages of an inbound peer
+        are discarded. An unknown peer is ignored.
         """
 
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 Every parent binds one ROUTER socket, and every dialled link uses a DEALER socket. A `ZmqChannel`
 (`channel.py`) is one raw socket, with the events of its connections. A `Listener` (`listener.py`)
-shares one channel among all inbound peers, which `admission.py` bounds. A `DialledLink`
+shares one channel among all inbound peers, and `admission.py` limits these peers. A `DialledLink`
 (`dialler.py`) owns at most one channel at a time.
 
     dialled    looking up -> connecting -> up (Connected) -> ended (Disconnected) -> backoff
@@ -13,20 +13,20 @@ shares one channel among all inbound peers, which `admission.py` bounds. A `Dial
 **One connection, one channel, one identity.** libzmq would mix the messages of two connections in
 one pipe. So a dialled link opens a new channel for each attempt, and libzmq's own reconnection is
 off. ZMQ_IMMEDIATE stays 0. If it were 1, messages that a peer sent just before it closed would be
-discarded. The end of a connection is reported only after its channel has been drained, so last
-messages come first. The ROUTER names each inbound connection itself, because no routing id is sent.
-So a node that reconnects after a half-open connection is a new peer, and is not refused as a
-duplicate. libzmq reports the end of an inbound connection by its descriptor. So a peer's descriptor
-is read with its first message. libzmq reports this end before it closes the descriptor. So the
-number of a descriptor never belongs to two peers at once.
+discarded. The end of a connection is reported only after its channel has been drained, so the last
+messages are received before the end. The ROUTER names each inbound connection itself, because no
+routing id is sent. So a node that reconnects after a half-open connection is a new peer, and is not
+refused as a duplicate. libzmq reports the end of an inbound connection by its descriptor. So a
+peer's descriptor is read with its first message. libzmq reports this end before it closes the
+descriptor. So the number of a descriptor never belongs to two peers at once.
 
 **Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how many
 bytes wait for one peer. The high-water mark of a ROUTER counts messages. Without ROUTER_MANDATORY,
 the ROUTER drops messages silently. So sends have no high-water mark. Instead pyzmq's tracker of a
 zero-copy frame reports that libzmq has passed the frame to the kernel. A connection sends in order,
 so one tracker covers all frames before it. The count is exact, needs no acknowledgements on the
-wire, and is cheap, because one tracker per 64 KiB is enough. On the receiving side RCVHWM stops
-reading, TCP fills, trackers stay open, and `send` refuses.
+wire, and is cheap, because one tracker per 64 KiB is enough. If the receiving side stops reading
+(RCVHWM), TCP fills, trackers stay open, and `send` returns False.
 
 **Sockets are drained raw, on the loop.** A reader callback only marks a socket as readable.
 `receive` takes messages until EAGAIN or the end of its budget, and yields to the loop before it
@@ -150,7 +150,7 @@ class ZmqTransport(Transport):
         self._bulk_bound: socket.socket | None = None
         self.bulk_listener: BulkListener | None = None
         self.bulk_port = 0
-        """Port that peers are offered for bulk connections; 0 for none."""
+        """Port for bulk connections, offered to peers; 0 if there is no such port."""
         self._warnings = OncePerMinute()
         self._is_closed = False
 
@@ -169,7 +169,7 @@ class ZmqTransport(Transport):
     def listen_address(self) -> str | None:
         """The address at which this transport listens; None if it only dials.
 
-        After the start it has the real port and the transport's server key.
+        After the start, the address has the real port and the transport's server key.
         """
         return self._listen_address
 
@@ -319,7 +319,7 @@ class ZmqTransport(Transport):
                 await self._waiter
 
     async def close(self) -> None:
-        """Close all sockets; accepted messages are still delivered for at most `linger_s`."""
+        """Close all sockets; accepted messages are still delivered for `linger_s` seconds."""
         self._is_closed = True
         self._wake()
         for peer in self._peers.values():
@@ -359,7 +359,7 @@ class ZmqTransport(Transport):
         self._peers[inbound.peer] = inbound
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer, whose connection has ended, and its unused tokens."""
+        """Remove an inbound peer and its unused tokens after its connection has ended."""
         self._peers.pop(inbound.peer, None)
         if self._admission is not None:
             for token in inbound.tokens:
@@ -371,7 +371,7 @@ class ZmqTransport(Transport):
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Send the bulk port, or 0 for none, and a token to an inbound peer."""
+        """Send an inbound peer a token and the bulk port, or 0 if there is no bulk port."""
         if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
