@@ -1,9 +1,9 @@
-"""Adapters by name on one base in memory. The model holds one adapter at a time.
+"""Several named adapters on one base model. The model holds one adapter at a time.
 
-The model has place for one adapter. `use` puts another adapter into the model. The weights,
-moments, settings and counts of all other adapters are set aside. Gradients that were not applied
-yet are set aside, too. No other part of a trainer needs to know that there are several adapters.
-All adapters have one shape. They share the trainer's loss, temperature, advantages and reference.
+`use` puts another adapter into the model. The weights, unapplied gradients, moments, settings and
+counts of all other adapters are stored here meanwhile. So no other part of a trainer depends on the
+number of adapters. All adapters have the same shape, and share the trainer's loss, temperature,
+advantages and reference.
 
 A trainer that trains all weights has no adapters. Its `progress` covers all weights.
 """
@@ -27,20 +27,20 @@ from echo.train.weights import AdapterSnapshot, TrainedWeights
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainingProgress:
-    """The optimizer, settings and counts of one adapter, or of all weights."""
+    """The optimizer, settings and counts of one adapter, or of a model without adapters."""
 
     optimizer: AdamW
-    """The optimizer with its moments; it updates the weights that the model holds."""
+    """The optimizer with its moments."""
     settings: OptimizerSettings
     """Settings of the optimizer's updates in a step."""
     step_count: int = 0
     """Number of batches that the training has consumed."""
     num_skipped_nonfinite: int = 0
-    """Number of batches that were refused because a loss or a gradient was not finite."""
+    """Number of batches refused because of a loss or gradient that was not finite."""
 
 
 class Adapters:
-    """The adapters of a trainer, by name. One of them is in the model."""
+    """The adapters of a trainer, by name; one adapter is in the model."""
 
     def __init__(
         self,
@@ -81,15 +81,16 @@ class Adapters:
         optimizer: OptimizerSettings,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add an adapter of the same shape on the same base.
+        """Add an adapter of the same shape as the adapter in use.
 
-        The adapter in use stays in use.
+        The model keeps the adapter in use.
 
         Args:
-            name: letters, digits, "_", "-" and "."; the adapter's state is saved in a directory of
-                this name.
+            name: name of letters, digits, "_", "-" and "."; a saved state has a directory of this
+                name.
             optimizer: settings of the adapter's updates in a step.
-            tensors: whole tensors to start from; None for an adapter that changes nothing yet.
+            tensors: whole tensors to start from; None for a new adapter that leaves the model's
+                output unchanged.
 
         Raises:
             ConfigError: if there is an adapter of this name already, or all weights are trained.
@@ -130,9 +131,9 @@ class Adapters:
         )
 
     def use(self, name: str) -> None:
-        """Put an adapter into the model, and set aside the adapter that was in it.
+        """Put an adapter into the model, and store the adapter that was in use.
 
-        A gradient that has not been applied yet is kept until its adapter is in use again.
+        An unapplied gradient is stored together with its adapter.
 
         Raises:
             ConfigError: if there is no adapter of this name.
@@ -153,10 +154,10 @@ class Adapters:
         self._weights.restore_adapter(other)
 
     def check_gradient(self) -> None:
-        """Raise if another adapter has a gradient, but the adapter in use has none.
+        """Raise an error if only adapters that are not in use have a gradient.
 
         Raises:
-            ConfigError: if only other adapters have a gradient. The message names these adapters.
+            ConfigError: in this case. The message names the adapters with a gradient.
         """
         waiting = sorted(name for name, (aside, _) in self._others.items() if aside.gradients)
         if waiting and not self._weights.has_gradient:

@@ -1,19 +1,19 @@
-"""Attribution of the sampler-learner mismatch, by re-scoring rollouts.
+"""Attribution of the sampler-learner mismatch to its causes, by re-scoring rollouts.
 
-The log-ratio of each trained token is split into four parts, in nats. Here pi is the learner now, v
-the version that sampled the token, and mu the probability that the worker recorded:
+The log-ratio log pi - log mu of each trained token t is split into four parts, in nats. Here pi is
+the learner's present probability, v the probability under the version that sampled the token, and
+mu the probability that the worker recorded:
 
-    staleness     log pi'(t) - log v(t)          pi' is pi, rounded as for publication
-    truncation    log v(t) - log v_cut(t)        v_cut is v after top_k and top_p; never above 0
+    staleness     log pi'(t) - log v(t)          pi' uses weights rounded as for publication
+    truncation    log v(t) - log v_cut(t)        v_cut is v after top_k and top_p; at most 0
     numerics      log v_cut(t) - log mu(t)       the worker's engine computes differently,
                   + log pi(t) - log pi'(t)       and publishing rounds the weights
-    tokenisation  0                              token ids travel, text is never encoded again
+    tokenisation  0                              workers send token ids and not text
 
-The four parts add up to log pi - log mu. Tokenisation is 0 by construction. `retokenised` is the
-share of rollouts whose text encodes to other ids. Only a system that sends text would have this
-mismatch.
+The four parts add up to the log-ratio. `retokenised` is the share of rollouts whose decoded text
+encodes to other ids. A system that sends text would have this mismatch too.
 
-Tokens of versions that are no longer on disk are left out and counted.
+Tokens of versions that are no longer on disk are counted and left out.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from echo.weights.manifest import Manifest
 
 
 MIN_VARIANCE = 1e-14
-"""Smallest variance, in nats squared, for which shares are computed. The rounding of float32 scores
-may cause a smaller variance.
+"""Smallest variance, in nats squared, for which shares are computed. Smaller variances may come
+from the rounding of float32 scores.
 """
 
 
@@ -62,13 +62,13 @@ def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, f
     """Return the variance of the log-ratio, and each cause's share of it.
 
     Args:
-        parts: [N] nats for each cause, N >= 1. The sum over causes is the log-ratio.
+        parts: for each cause, its part of the log-ratio of N >= 1 tokens; [N] nats.
 
     Returns:
-        `variance` in nats squared, and the share of each cause by its name. There are no shares if
-        the variance is below MIN_VARIANCE.
+        `variance` in nats squared, and the share of each cause by name. If the variance is below
+        MIN_VARIANCE, the shares are left out.
 
-    Source: the covariance decomposition of a sum.
+    Source: the variance of a sum is the sum of its terms' covariances with the sum.
     """
     values = {name: np.asarray(part, dtype=np.float64) for name, part in parts.items()}
     total = np.sum(list(values.values()), axis=0)
@@ -84,12 +84,12 @@ Floats = npt.NDArray[np.float64]
 
 
 class RoundTrip:
-    """Finds completions whose token ids change when they are decoded and encoded again."""
+    """Finds completions whose token ids change by decoding and encoding."""
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         """Load the tokenizer of a model directory.
 
-        If `chat_template` is given, it replaces the tokenizer's own template.
+        `chat_template` replaces the tokenizer's own template; None keeps the template.
         """
         self._tokenizer = tokenization.load_tokenizer(model_dir, chat_template=chat_template)
         self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
@@ -123,11 +123,11 @@ class MismatchProbe:
         self._chance = random.Random(seed)
 
     def measure(self, groups: Sequence[Group], trainer: AnyTrainer) -> dict[str, float]:
-        """Return the variance of the log-ratio over a small sample, and each cause's share.
+        """Return the variance of the log-ratio over a small sample, and the share of each cause.
 
         Args:
             groups: the groups that the next step trains on.
-            trainer: the learner's trainer before that step; it has a rescorer.
+            trainer: the learner's trainer before that step. The trainer must have a rescorer.
 
         Raises:
             StepError: if one rollout is too large for the memory.
@@ -183,7 +183,7 @@ class MismatchProbe:
         return {f"attribution/{name}": value for name, value in metrics.items()}
 
     def _choose(self, groups: Sequence[Group]) -> list[Group]:
-        """Draw rollouts that have a trained token. Each becomes a group of its own."""
+        """Draw rollouts with a trained token; return each rollout as a group of its own."""
         rollouts = [
             replace(group, rollouts=(rollout,))
             for group in groups
@@ -194,9 +194,9 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return log-probabilities and logs of the kept mass, one array for each rollout.
+    """Return each rollout's log-probabilities, and each rollout's logs of the kept mass.
 
-    Each group in `scores` has one rollout.
+    Each group in `scores` has a single rollout.
     """
     pairs = [rollouts[0].astype(np.float64) for rollouts in scores]
     return [pair[:, 0] for pair in pairs], [pair[:, 1] for pair in pairs]
@@ -212,22 +212,21 @@ _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 
 
 HEADER_BYTES = 256
-"""Upper bound on the bytes that each tensor takes in the header of a file. All other entries of the
-header together also take at most this number of bytes.
+"""Upper bound on the size of a tensor's entry in the header of a file, in bytes. All other entries
+together also take at most this size.
 """
 
 
 class VersionRetention:
-    """Keeps published versions on disk. The oldest versions are deleted above a bound."""
+    """Keeps published versions on disk, and deletes the oldest versions above a bound."""
 
     def __init__(self, directory: Path, *, max_bytes: int, max_versions: int) -> None:
         """Find the versions that an earlier process has kept in the directory.
 
         Args:
-            directory: directory of the files; it is made if it is missing.
+            directory: directory of the files; made if missing.
             max_bytes: largest total size of the files.
-            max_versions: largest number of versions to keep. A group has no tokens of versions
-                that are older than these.
+            max_versions: largest number of versions to keep. No group has tokens of older versions.
 
         Raises:
             StorageError: if the directory cannot be made.
@@ -256,7 +255,7 @@ class VersionRetention:
     def keep(self, manifest: Manifest, image: bytearray | memoryview) -> bool:
         """Write a version and delete older versions.
 
-        If this version alone exceeds the bound, return False.
+        Return False if this version alone exceeds the bound.
 
         Raises:
             StorageError: if the version cannot be written.
@@ -312,17 +311,15 @@ class VersionRetention:
 
 
 MAX_KEPT_BYTES = 4 << 30
-"""Largest total size, in bytes, of the versions on the learner's disk. If the model is large, fewer
-versions fit into this size.
-"""
+"""Largest total size, in bytes, of the versions on the learner's disk."""
 NUM_ROLLOUTS = 8
-"""Number of rollouts scored in a measurement. Together they have thousands of tokens, which is
-enough to compute a variance. Scoring them takes a fraction of a step's time.
+"""Number of rollouts scored in a measurement. These rollouts have thousands of tokens, enough for a
+variance, and take a fraction of a step's time.
 """
 
 
 class Attribution:
-    """Measures the mismatch before steps, and keeps the versions that this needs."""
+    """Measures the mismatch before steps, and keeps the versions needed for measurements."""
 
     def __init__(
         self,
@@ -351,7 +348,7 @@ class Attribution:
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch, after a measurement if one is due.
 
-        If the measurement fails, the result has a notice in place of its metrics.
+        If the measurement fails, the result has a notice instead of the metrics.
         """
         trainer = self._trainer
         measured: dict[str, float] = {}
@@ -390,7 +387,7 @@ def make_attribution(
 ) -> Attribution:
     """Return the attribution for a trainer.
 
-    The trainer was built with the result of `make_rescoring`.
+    Build the trainer with the result of `make_rescoring`.
 
     Raises:
         StorageError: if the directory for versions cannot be made.

@@ -1,27 +1,27 @@
-"""Training batch of groups: checks, advantages, expectations, counts.
+"""The training batch: checks groups, and computes advantages, expectations and counts.
 
-`find_refusal` returns the reason why a group should not count towards a step. The learner calls it
-before it accepts a group, so that a step trains on every group that it gets:
+`find_refusal` returns the reason why a group should not count towards a step. The learner calls
+`find_refusal` before it accepts a group:
 
-    one_member      nothing to compare a rollout with
+    one_member      a single rollout, which cannot be compared with another rollout
     bad_reward      a reward that is not finite
     reward_too_large  a reward beyond the bound, which might overflow in the step
     bad_logprobs    a trained token whose log-probability by the sampler is above 0 or not finite
     bad_token_ids   an id outside the vocabulary
-    bad_support     a token that is not among the ids that it was drawn from
-    all_masked      no trained token, for example because every completion was cut off
-    no_support      a trained token without the ids that it was drawn from, if the loss needs them
-    no_likely       a trained token without likely ids, if the loss needs them
+    bad_support     a token outside its support, the ids that it was drawn from
+    all_masked      no trained token, for example if all completions were cut off
+    no_support      a trained token without a support, if the loss needs supports
+    no_likely       a trained token without likely ids, if the loss needs likely ids
     lost_member     a rollout without a trained token, if the loss needs complete groups
-    zero_variance   no trained token has an advantage, and the loss has no other gradient
+    zero_variance   every advantage is 0, and the loss has no other gradient
 
-A group with one of the first six reasons would damage the weights. A step that gets such a group
-raises an error that names the group. A group that this loss cannot use is left out. Its share of
-the batch's trained tokens is reported as `dropped/<reason>`. A group of zero variance counts in the
-normaliser alone. A group without a trained token counts nowhere.
+A group with one of the first six reasons would damage the weights: a step raises an error that
+names the group. Groups with other reasons are left out, and `dropped/<reason>` has their share of
+the batch's trained tokens. Groups of zero variance still count in the normaliser (the number of
+tokens or rollouts by which a loss divides).
 
-A completion that `overlong_filter` leaves out is not a lost member, since it was sampled. Its
-reward still counts in the baseline of its group, and its probability in the group's expectation.
+A completion that `overlong_filter` leaves out is not a lost member. Its reward still counts in the
+group's baseline, and its probability in the group's expectation.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from echo.core.rollout import MAX_LOGPROB, Group, Rollout
 from echo.core.token_sets import TOO_LARGE
 
 MAX_LIKELY_MASS = 1.05
-"""Largest sum of the probabilities of a token's likely ids. The bound is above 1, since the
-probabilities are rounded when they are sent.
+"""Largest accepted sum of the probabilities of a token's likely ids. The bound is above 1, because
+workers round the probabilities that they send.
 """
 
 
@@ -59,26 +59,28 @@ class AdvantageSettings:
     """Whether a rollout's own reward is left out of its baseline."""
     max_completion_tokens: int = 0
     """Largest number of tokens of a completion. A completion of this length gets a length penalty
-    of 1. If the setting is 0, there is no length penalty.
+    of 1. 0 means no length penalty.
     """
     overlong_buffer_tokens: int = 0
     """Number of tokens before `max_completion_tokens` over which the length penalty rises from 0 to
-    1. If the setting is 0, there is no length penalty.
+    1. 0 means no length penalty.
     """
     overlong_filter: bool = False
-    """Whether completions that were cut off at the limit are left out of training. Their rewards
-    still count in the baseline.
+    """Whether completions that were cut off at the limit are left out of training. The rewards of
+    these completions still count in the baseline.
     """
     value_beta: float | None = None
-    """b of the baseline V = b ln mean exp(r / b); None if the baseline is the mean reward."""
+    """b in the baseline b ln mean exp(r / b) of the group's rewards r; None if the baseline is the
+    mean reward.
+    """
     keep_zero_variance: bool = False
     """Whether groups in which no rollout has an advantage count towards a step."""
     max_abs_reward: float = 1e6
     """Largest absolute reward that a step accepts."""
     needs_support: bool = False
-    """Whether each trained token needs the ids that it was drawn from. Without these ids the token
-    would be scored on the whole vocabulary. If sampling was truncated, its ratio would then lie
-    outside of the loss's range.
+    """Whether each trained token needs its support, the ids that it was drawn from. Without a
+    support, a token is scored on the whole vocabulary, and its ratio may lie outside the loss's
+    range.
     """
 
 
@@ -89,12 +91,13 @@ class StepBatch:
     samples: list[TrainingRow]
     """The rows that go through the model."""
     num_tokens: int
-    """Number of trained tokens of the batch, also of rollouts that do not go through the model."""
+    """Number of trained tokens of the batch, including rollouts that do not go through the model.
+    """
     num_rollouts: int
-    """Number of rollouts with a trained token, also of rollouts that do not go through the model.
+    """Number of rollouts with a trained token, including rollouts that do not go through the model.
     """
     metrics: dict[str, float]
-    """Metrics of the batch's rewards and lengths, by name."""
+    """Metrics of the batch's rewards and lengths, by metric name."""
     group_ids: tuple[int, ...]
     """Ids of the groups, in the order of `TrainingRow.group_index`."""
 
@@ -143,9 +146,9 @@ def prepare_batch(
 def find_refusal(
     group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
 ) -> str | None:
-    """Return why a group should not count, or None if it should.
+    """Return why a group should not count; None if the group should count.
 
-    The reason is one of the names at the top of this file.
+    The module's docstring lists the reasons.
 
     Args:
         group: the group as the worker delivered it.
@@ -170,7 +173,7 @@ def find_refusal(
 
 
 def _unusable(group: Group, needs: LossNeeds) -> str | None:
-    """Return why a loss with these needs cannot use an undamaged group."""
+    """Return why a loss with these needs cannot use a group, which must be undamaged."""
     if needs.likely_ids and not all(map(_has_likely_ids, group.rollouts)):
         return "no_likely"
     if not needs.group_expectation:
@@ -197,7 +200,7 @@ def _support_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _lacks_support(group: Group) -> bool:
-    """Return whether a trained token's support is unknown or too large to be sent."""
+    """Return whether the support of a trained token is unknown or was too large to send."""
     for rollout in group.rollouts:
         support, mask = rollout.support, rollout.completion_mask
         if mask.any() and (support is None or (support.sizes[mask] == TOO_LARGE).any()):
@@ -278,7 +281,7 @@ def _are_within(ids: npt.NDArray[np.int32], vocab_size: int) -> bool:
 
 
 def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
-    """Return the group, with empty masks for completions that `overlong_filter` excludes."""
+    """Return the group without trained tokens in completions that `overlong_filter` excludes."""
     if not settings.overlong_filter:
         return group
     rollouts = tuple(

@@ -4,10 +4,9 @@ A custom loss is a function of `LossInputs` and keyword options that returns a `
 
     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
 
-The function gets whole rollouts. It declares further needs as an attribute: `my_loss.needs =
-LossNeeds(whole_groups=True)` (algo/loss.py). It has to divide by the counts of the whole batch,
-which `inputs` contains. Otherwise its gradient would depend on how the batch is divided into
-micro-batches.
+The function gets whole rollouts. It declares further needs by an attribute: `my_loss.needs =
+LossNeeds(whole_groups=True)` (algo/loss.py). It must divide by the counts of the whole batch, which
+`inputs` contains. Otherwise the gradient would depend on the division into micro-batches.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from echo.core.errors import ConfigError
 
 
 def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
-    """Return the loss called `kind`, without configured masks.
+    """Return the loss called `kind`, without masks.
 
     Args:
         kind: a name of `LOSSES`, or "package.module:function". Modules are also searched for in the
@@ -33,7 +32,7 @@ def load_loss(kind: str, options: Mapping[str, Any]) -> Loss:
         options: the fields of the named loss, or the keyword arguments of the function.
 
     Raises:
-        ConfigError: if there is no such function or it does not take these options.
+        ConfigError: if the function does not exist or rejects these options.
     """
     if ":" not in kind:
         return make_loss(kind, **options)

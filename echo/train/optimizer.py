@@ -1,17 +1,17 @@
-"""AdamW over plain shards, with moments in one of three forms.
+"""AdamW with moments in one of three forms.
 
-    float32     torch's fused AdamW: 8 bytes per parameter, beside the weights
-    8bit        codes of 8 bits, and a scale for each block of them; 2.1 bytes
+    float32     torch's fused AdamW: 8 bytes per parameter, on the weights' device
+    8bit        codes of 8 bits, and a scale for each block of codes; 2.1 bytes
     offloaded   torch's fused AdamW on the CPU: 8 bytes in the host's memory, none on the GPU.
-                Weights and gradient are copied to the host, and weights back.
+                Each step copies weights and gradients to the host, and weights back.
 
-An optimizer gets a rank's shard of each parameter as a plain tensor with its clipped gradient. So
-its code does not depend on ranks.
+An optimizer gets this process's shard of each parameter as a plain tensor, with its clipped
+gradient. So the code does not depend on the number of processes.
 
 A block of 8-bit moments lies within one row of the parameter. So codes and scales can be divided by
-rows among any number of ranks, and training continues bit by bit. If a row is not a whole number of
-blocks, the moments are float32. Norms and biases are such rows. Each kind of optimizer can continue
-the state of another kind.
+rows among any number of processes, and training continues bit by bit. If a row is not a whole
+number of blocks (norms, biases), the moments are float32. Each kind of optimizer can continue the
+state of another kind.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of the two tensors of an 8-bit moment: its codes and its scales."""
 STEP = "step"
-"""Suffix of a parameter's number of updates, for AdamW's bias correction."""
+"""Suffix of the number of a parameter's updates, for AdamW's bias correction."""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
-"""Suffixes of the tensors in a parameter's state. STEP, the last of them, holds one number. The
-other tensors have as many rows as the parameter.
+"""Suffixes of the tensors in a parameter's state. The tensor STEP, the last, has one number. All
+other tensors have the parameter's number of rows.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW, with a learning rate that rises linearly and then follows its schedule."""
+    """Settings of AdamW. The learning rate rises linearly and then follows its schedule."""
 
     learning_rate: float = 1e-6
-    """The largest learning rate, which is reached after the warm-up."""
+    """The largest learning rate, reached after the warm-up."""
     warmup_steps: int = 10
-    """Number of steps over which the learning rate rises to the full rate. Step n of the warm-up,
-    counted from 1, has n / warmup_steps of the full rate.
+    """Number of steps over which the learning rate rises. Step n, counted from 1, has n /
+    warmup_steps of the full rate.
     """
     lr_schedule: LrSchedule = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 after `num_steps`."""
@@ -66,8 +66,8 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
     """Bound on the norm of the whole gradient; infinity for no clipping."""
     minibatches_per_step: int = 1
-    """Number of updates that `step` makes; each update trains on its share of the groups. A call of
-    `optim_step` always makes one update.
+    """Number of updates in a step, each on an equal share of the groups. `optim_step` always makes
+    one update.
     """
 
     def __post_init__(self) -> None:
@@ -97,8 +97,8 @@ class AdamW:
         """Allocate the moments, which start at 0.
 
         Args:
-            shards: this process's part of each parameter, which a step changes in place. A shard is
-                empty if its parameter has fewer rows than there are ranks.
+            shards: this process's part of each parameter, changed in place by a step. Shards may be
+                empty.
 
         Raises:
             torch.OutOfMemoryError: if the memory is too small for the moments.
@@ -209,7 +209,7 @@ class OffloadedAdamW(AdamW):
     """
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        """Allocate moments and two buffers as large as the largest shard, on the host."""
+        """Allocate, on the host, the moments and two buffers of the largest shard's size."""
         super().__init__(shards)
         largest = max((shard.numel() for shard in shards.values()), default=0)
         is_pinned = any(shard.is_cuda for shard in shards.values())  # pinned memory copies faster

@@ -1,18 +1,17 @@
-"""State of a trainer on disk.
+"""The state of a trainer on disk.
 
-    weights.safetensors     float32 master weights, tied tensors once
+    weights.safetensors     float32 weights, tied tensors once
     optimizer.safetensors   "<parameter>/exp_avg", "<parameter>/step", ... (optimizer.py)
     trainer.json            counters, and the state of torch's random generators as hex
 
-Several ranks write sharded files in place of the first two, with the same tensor names
-(ranks/sharded_state.py). Rank 0 writes the third file. Any number of ranks can continue from either
-form.
+Several ranks write sharded files instead of the first two files, with the same tensor names
+(ranks/sharded_state.py). Any number of ranks can continue from either form.
 
-If there are several adapters, each has a directory of its name with these files. A trainer of one
-adapter can continue from such a directory as well.
+If there are several adapters, a directory for each adapter, called like the adapter, has these
+files. A trainer of one adapter can continue from such a directory too.
 
-The caller makes the directory and renames it into place, so an incomplete state is never taken for
-a checkpoint.
+The caller makes the directory under another name and renames it at the end, so an incomplete state
+is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -88,12 +87,12 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
     """Return the weights, moments and counters that `save` wrote.
 
-    Also set torch's random generators.
+    The function also restores torch's random generators.
 
     Args:
         directory: a directory written by any number of ranks.
         device: device that the trainer computes on.
-        own: this rank's sharded weights, if the state shall be sharded like them. None for a whole
+        own: this rank's sharded weights, to shard the state in the same way; None for a whole
             state.
 
     Raises:
@@ -139,7 +138,7 @@ def load_weights(directory: Path) -> dict[str, Tensor]:
 def find_adapters(directory: Path) -> tuple[str, ...]:
     """Return the sorted names of the adapters that have a directory in a state.
 
-    A state of all weights or of a single adapter has no such directories.
+    A state without several adapters has no such directories.
     """
     if (directory / TRAINER_FILE).exists():
         return ()

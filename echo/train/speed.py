@@ -1,8 +1,8 @@
-"""Speed of a step: tokens, operations, seconds of its parts, and peak memory.
+"""Speed of a step: tokens, operations, seconds of the step's parts, and peak memory.
 
-Seconds are measured on the host. On a GPU the host runs ahead, so each part ends when its last
-result is read. This costs one more wait per update. With several ranks, operations and tokens are
-summed over the ranks. The memory is the largest of any rank. Seconds are this rank's own.
+Seconds are measured on the host. On a GPU, the host runs ahead, so a part ends when the host has
+read the part's last result. This costs one more wait per update. With several ranks, operations and
+tokens are summed over the ranks, memory is the maximum over the ranks, and seconds are this rank's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echo.train.models.policy import Compute
 T = TypeVar("T")
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Number of bytes in a unit of `ru_maxrss`."""
+"""Unit of `ru_maxrss`, in bytes."""
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class Speedometer:
         self._model = model
         self._device = compute.device
         self.micro_batch_tokens = compute.micro_batch_tokens
-        """Limit of a micro-batch in tokens, by which metrics divide."""
+        """Limit of a micro-batch in tokens; metrics divide by this number."""
         self._peak_flops = peak_flops(compute.device)
         self._totals = _Totals(time.perf_counter())
 
     def begin(self) -> None:
-        """Begin a step: set its counts to 0."""
+        """Begin a step: set all counts to 0."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._totals = _Totals(time.perf_counter())
@@ -71,7 +71,7 @@ class Speedometer:
             self._totals.part_s[name] = self._totals.part_s.get(name, 0.0) + spent_s
 
     def packing(self, packed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of an iterator. Count waits for items as packing time."""
+        """Yield the items of an iterator, and count the waits for items as packing time."""
         while True:
             with self.part("pack"):
                 found = next(packed, None)
@@ -83,8 +83,8 @@ class Speedometer:
         """Count a micro-batch that went forward and backward.
 
         Args:
-            spans: for each segment, its number of tokens, and the number of tokens of the prompt
-                that it shares.
+            spans: for each segment: its number of tokens, and the number of tokens of its shared
+                prompt.
             num_scored: number of tokens that went through the loss.
             is_packed: whether all segments were in one row.
         """
@@ -102,7 +102,7 @@ class Speedometer:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step that ends now.
 
-        The result is empty if no micro-batch was counted.
+        The result is empty without a counted micro-batch.
 
         All ranks call this method together.
         """
@@ -129,7 +129,7 @@ class Speedometer:
         return metrics
 
     def _add_up(self) -> tuple[int, _Totals]:
-        """Return the largest peak memory of any rank in bytes, and all ranks' counts."""
+        """Return the largest peak memory of any rank in bytes, and the counts summed over ranks."""
         own = json.dumps({"peak_bytes": self._peak_bytes(), **asdict(self._totals)}).encode()
         gathered = [json.loads(each) for each in self._ranks.gather(own)]
         added = {

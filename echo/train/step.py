@@ -11,16 +11,16 @@ from echo.core.errors import DataError, EchoError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The metrics of one training step, and notices for the operator."""
+    """The metrics of one training step, and its notices for the operator."""
 
     metrics: dict[str, float]
-    """Finite numbers by metric. If a metric has no meaning in this step, it is left out."""
+    """Finite numbers by metric. Metrics without a value in this step are left out."""
     speed: dict[str, float] = field(default_factory=dict, compare=False)
-    """Metrics of time and speed, which differ when the same step is made again."""
+    """Metrics of time and speed. Unlike `metrics`, these differ if the step is repeated."""
     by_group: Mapping[int, Mismatch] = field(default_factory=dict, compare=False)
-    """Group id -> difference between the worker's log-probabilities and the learner's."""
+    """Group id -> mismatch between the worker's and the learner's log-probabilities."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """Notices for the operator, for example that memory ran out; the caller logs them."""
+    """Notices for the operator, to be logged by the caller; for example that memory ran out."""
 
 
 class StepError(DataError):
@@ -30,7 +30,7 @@ class StepError(DataError):
     """
 
     def __init__(self, text: str, *, reason: str) -> None:
-        """Store the message, and the name of the reason for ledger and counters."""
+        """Store the message, and a reason for ledger and counters."""
         super().__init__(text)
         self.reason = reason
         """Name of the reason: bad_group, step_error (the computation raised), nonfinite_gradient or
@@ -42,13 +42,13 @@ class MemoryShortageError(StepError):
     """The error for a micro-batch that was too large for the memory."""
 
     def __init__(self, text: str, *, num_rows: int, num_tokens: int) -> None:
-        """Store the micro-batch's rows and tokens. `num_tokens` counts padding as well."""
+        """Store the numbers of rows and tokens of the micro-batch; tokens include padding."""
         super().__init__(text, reason="out_of_memory")
         self.num_rows, self.num_tokens = num_rows, num_tokens
 
 
 class NonfiniteWeightsError(EchoError):
-    """The error for weights that hold NaN or infinity, which are not saved."""
+    """The error for weights that contain NaN or infinity. Such weights are not saved."""
 
     def __init__(self, names: Sequence[str], *, num_tensors: int) -> None:
         super().__init__(f"NaN or infinity in {len(names)} of {num_tensors} tensors: {names[0]}")

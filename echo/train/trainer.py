@@ -2,43 +2,41 @@
 
 Three operations are enough for a program to train:
 
-    forward_backward(batch, loss)   add the gradient of a batch to the gradient of earlier calls
+    forward_backward(batch, loss)   add the gradient of a batch to the accumulated gradient
     forward(groups)                 return log-probabilities, without a gradient
-    optim_step(settings)            clip the gradient, have AdamW apply it, drop it
+    optim_step(settings)            clip the gradient, update by AdamW, drop the gradient
 
-`step` makes these calls. It turns rewards into advantages and groups into rows, takes the gradient
-of the loss, and updates the weights. The parts of a trainer do the work and exchange values:
+`step` combines these operations: it computes advantages and rows from groups, computes the gradient
+of the loss, and updates the weights. A trainer has these parts:
 
-    models       the policy, and the frozen models beside it              models/models.py
+    models       the policy and the frozen models                         models/models.py
     scores       log-probabilities without a gradient                     passes/scores.py
     gradients    the gradient of a batch                                  passes/gradients.py
     passes       retries in smaller micro-batches if memory runs out      passes/passes.py
     weights      parameters, clipping, updates                            weights.py
-    adapters     which adapter is in the model; moments, settings, counts adapters.py
-    state        what the next step depends on, on disk                   trainer_state.py
+    adapters     the adapter in use; moments, settings and counts         adapters.py
+    state        the trainer's state on disk                              trainer_state.py
 
 A rollout whose advantage is 0 is left out of the forward and backward pass, unless the loss needs
 such rollouts. The rollout still counts in the normaliser, so the gradient is exact.
 
-A step may make several updates. The groups are then divided into minibatches, each with counts of
-its own. The proximal policy is the policy at the start of the step. In the first update the trained
-policy still equals the proximal policy. For the later updates, a pass before the first update
-scores the rows under the proximal policy.
+A step may make several updates. Then the groups are divided into minibatches, each with its own
+counts. The proximal policy is the policy at the start of the step. Before the first update, a pass
+scores the rows of all later updates under the proximal policy.
 
-`step_count` grows by one with every batch that is consumed, so each batch makes one policy version.
-If no rollout had an advantage, that version has the weights of the version before. Momentum and
-weight decay are not applied either. A batch makes no version if its loss or gradient is not finite
-or cannot be computed. `step` then raises `StepError` and restores the state before the step:
-updates are undone from a backup in the host's memory. `find_faulty` returns which groups are at
-fault.
+`step_count` grows by one with every consumed batch, so each batch makes one policy version. If all
+advantages are 0, the version has the weights of the previous version, without momentum or weight
+decay. If the loss or gradient of a batch is not finite or cannot be computed, `step` raises
+`StepError`, restores the state before the step, and makes no version. Updates are undone from a
+backup in the host's memory. `find_faulty` returns the groups at fault.
 
 Log-probabilities are of the whole distribution at `temperature`. Samplers with top-p or top-k
 report larger log-probabilities, so ratios begin below 1. For these samplers the configuration
 refuses losses whose range of ratios ends above 1 (config/losses.py).
 
-Several processes may train one model (ranks/sharding.py). Each has a trainer, and all make the same
-calls with the same arguments. A call returns the same result or raises the same error on each. If a
-single process fails, the job ends.
+Several processes may train one model (ranks/sharding.py). Each process has a trainer. All processes
+make the same calls with the same arguments, and get the same results or errors. If one process
+fails, the job ends.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ from echo.train.trainer_state import TrainerState
 from echo.train.weights import TrainedWeights
 
 GroupScores = list[list[npt.NDArray[np.float32]]]
-"""For each group and rollout, [T, ...] scores of its T completion tokens."""
+"""For each group and rollout: scores [T, ...] of the T completion tokens."""
 
 
 class Trainer:
@@ -97,19 +95,19 @@ class Trainer:
         """Load the model and start its optimizer.
 
         Args:
-            source: the model to train. If it has an adapter, only the adapter is trained, under the
-                name "default".
-            compute: where and how the model computes. Trained weights, gradients and
-                log-probabilities are float32, whatever `compute.dtype` is.
+            source: the model to train. If `source` has an adapter, only the adapter is trained,
+                under the name "default".
+            compute: settings of the models' computations. Trained weights, gradients and
+                log-probabilities are always float32.
             loss: the policy loss of a step, for example from `make_loss`.
             optimizer: the settings of the updates in a step.
             temperature: sampling temperature, > 0.
             advantages: how rewards become advantages; None takes the defaults.
-            scales_by_ess: whether to multiply each update's learning rate by the square root of the
-                effective sample size of its rollouts (`rollout_ess`).
-            reference: the frozen reference policy, for a loss that needs one. Checkpoints do not
-                contain the reference.
-            rescoring: what `rescore` computes; None if `rescore` will not be called.
+            scales_by_ess: whether to multiply the learning rate of each update by the square root
+                of the effective sample size (`rollout_ess`).
+            reference: the frozen reference policy, if the loss needs a reference. Checkpoints do
+                not contain it.
+            rescoring: settings of `rescore`; None if `rescore` is not used.
 
         Raises:
             DataError: if a model cannot be loaded.
@@ -142,22 +140,22 @@ class Trainer:
 
     @property
     def compute(self) -> Compute:
-        """Where and how the policy computes, with the present limit of tokens."""
+        """Settings of the policy's computations, with the present limit of a micro-batch."""
         return self.models.compute
 
     @property
     def step_count(self) -> int:
-        """Number of batches consumed so far. It is the present version's step."""
+        """Number of consumed batches; also the step of the present version."""
         return self.adapters.progress.step_count
 
     def describe_rows(self) -> str:
-        """Return a sentence that says how rollouts go through the model, and why."""
+        """Return a sentence on the form of rows (packed or padded), and the reason."""
         return self.policy.describe_rows()
 
     # --- the three operations --------------------------------------------------------------------
 
     def prepare(self, groups: Sequence[Group]) -> StepBatch:
-        """Return the batch that a step makes of these groups, for `forward_backward`.
+        """Return the batch that a step would train on, for `forward_backward`.
 
         Args:
             groups: at least one, each with two or more rollouts.
@@ -174,26 +172,25 @@ class Trainer:
             )
 
     def forward_backward(self, batch: StepBatch, loss: Loss) -> Sums:
-        """Add the gradient of a batch to the gradient of earlier calls.
+        """Add the gradient of a batch to the accumulated gradient.
 
         Args:
             batch: the rows to train on, with the counts that the loss divides by.
-            loss: any loss. It gets the inputs that it declares in `needs`, but no rollouts that
-                `batch` has left out.
+            loss: any loss. The loss gets its declared `needs`, except rollouts that `batch` has
+                left out.
 
         Returns:
             Sums over the tokens of the pass by metric (train/passes/findings.py), and the loss as
             "loss/policy".
 
         Raises:
-            StepError: if the gradient cannot be computed. The gradient of earlier calls is dropped
-                too.
+            StepError: if the gradient cannot be computed. The accumulated gradient is dropped too.
         """
         return self._add_gradient(batch, loss).sums
 
     @torch.no_grad()
     def forward(self, groups: Sequence[Group]) -> GroupScores:
-        """Return the log-probability of every completion token, masked tokens included.
+        """Return the log-probability of every completion token, including masked tokens.
 
         Returns:
             For each group and rollout, [T] nats at the sampling temperature.
@@ -211,8 +208,7 @@ class Trainer:
         """Clip the accumulated gradient, update the weights by AdamW, and drop the gradient.
 
         Args:
-            settings: settings of this update. The number of the present step decides the learning
-                rate.
+            settings: settings of this update. The learning rate is the rate at the present step.
 
         Returns:
             The norm of the gradient before it was clipped.
@@ -220,9 +216,9 @@ class Trainer:
         Raises:
             StepError: if the norm is not finite. The gradient is dropped, and nothing else has
                 changed.
-            ConfigError: if there is no gradient, but another adapter has one. Nothing has changed.
-            EngineError: if the memory is too small for AdamW. Weights may have changed, so the run
-                can only continue from its last checkpoint.
+            ConfigError: if only adapters that are not in use have a gradient. Nothing has changed.
+            EngineError: if the memory is too small for AdamW. Weights may have changed, so continue
+                from the last checkpoint.
         """
         self.adapters.check_gradient()
         return self.weights.update(
@@ -230,7 +226,7 @@ class Trainer:
         )
 
     def _add_gradient(self, batch: StepBatch, loss: Loss) -> BatchFindings:
-        """Add the gradient of a loss on a batch. Return the pass's findings."""
+        """Add the gradient of a loss on a batch; return the findings of the pass."""
 
         def add() -> BatchFindings:
             try:
@@ -277,8 +273,7 @@ class Trainer:
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
         """Return the reason for each group at fault in a refused batch, by id.
 
-        A group is at fault if a step would refuse a batch of this group alone. The search takes one
-        more pass over the groups.
+        A group is at fault if a step would refuse a batch of this group alone.
         """
         found: dict[int, str] = {}
         for group in groups:
@@ -296,7 +291,7 @@ class Trainer:
     def refusal(self, group: Group) -> str | None:
         """Return why a group should not count towards a step, or None (train/batch.py).
 
-        The method only reads values that never change, so other threads may call it any time.
+        Any thread may call this method at any time.
         """
         return find_refusal(
             group,
@@ -306,12 +301,12 @@ class Trainer:
         )
 
     def _train(self, groups: Sequence[Group]) -> tuple[dict[str, float], dict[int, Mismatch]]:
-        """Make the updates of one batch. Return metrics, and the mismatch by group id.
+        """Make the updates of one batch; return metrics, and the mismatch by group id.
 
-        The metrics have `grad_norm` only if there was an update.
+        The metrics include `grad_norm` if there was an update.
 
         Raises:
-            StepError: if an update cannot be made; weights and moments are as before.
+            StepError: if an update cannot be made. Weights and moments are unchanged.
         """
         progress = self.adapters.progress
         whole = self.prepare(groups)
@@ -340,14 +335,14 @@ class Trainer:
         return metrics | means, by_group
 
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
-        """Return the settings, with the rate scaled by the effective sample size.
+        """Return the settings, with a learning rate scaled by the effective sample size.
 
-        eta = eta_0 sqrt(ess), where ess is `rollout_ess(sums)`. ess lies between 0 and 1, and is 1
-        on-policy. So the rate is never raised.
+        rate = settings' rate * sqrt(ess), where ess = `rollout_ess(sums)` lies between 0 and 1, and
+        is 1 on-policy.
 
         Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
-        unclipped weights of its code. Differs from the paper: its off-policy baseline is left out,
-        and rollouts without a gradient do not count.
+        unclipped weights of its code. Differs from the paper: no off-policy baseline, and rollouts
+        without a gradient do not count.
         """
         if not self._scales_by_ess:
             return settings
@@ -355,9 +350,10 @@ class Trainer:
         return replace(settings, learning_rate=rate)
 
     def _minibatches(self, groups: Sequence[Group], whole: StepBatch) -> list[StepBatch]:
-        """Return the batch of each update, without batches that have no gradient.
+        """Return the batch of each update; batches without a gradient are left out.
 
-        Quick groups arrive first, so every n-th group goes into the same minibatch.
+        With n minibatches, every n-th group goes into the same minibatch, because quick groups
+        arrive first.
         """
         count = min(self.adapters.progress.settings.minibatches_per_step, len(groups))
         batches = [whole]
@@ -366,7 +362,7 @@ class Trainer:
         return [batch for batch in batches if batch.samples]
 
     def _with_proximal_logprobs(self, batches: Sequence[StepBatch]) -> list[StepBatch]:
-        """Return the batches, with proximal log-probabilities in all but the first.
+        """Return the batches, with proximal log-probabilities in all batches after the first.
 
         The proximal policy is the present policy, since no update has been made yet.
         """
@@ -431,22 +427,22 @@ class Trainer:
     # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by name, tied tensors once.
+        """Return the weights by name, without copying; tied tensors once.
 
-        The weights are not copied, so the next step changes them. If there are several ranks, each
-        tensor is this rank's part (ranks/sharding.py).
+        The next step changes these tensors. If there are several ranks, each tensor is this rank's
+        part (ranks/sharding.py).
         """
         return self.policy.tensors()
 
     @property
     def unrounded(self) -> frozenset[str]:
-        """Names of the tensors that are published in their own dtype, without rounding."""
+        """Names of the tensors that are published without rounding, in their own dtype."""
         return self.policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return CPU copies of the weights by name, tied tensors once.
 
-        The copies are whole tensors only if this process trains alone.
+        If there are several ranks, each copy is this rank's part of a tensor.
         """
         return {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors().items()
@@ -456,7 +452,7 @@ class Trainer:
         """Write the trainer's whole state into an existing directory.
 
         Raises:
-            NonfiniteWeightsError: if weights hold NaN or infinity.
+            NonfiniteWeightsError: if weights contain NaN or infinity.
             StorageError: if a file cannot be written.
         """
         self._state.save(directory)

@@ -1,8 +1,8 @@
-"""State of a trainer: everything that its next step depends on, on disk.
+"""Saving and loading a trainer's state: everything that its next step depends on.
 
-On a CPU, a trainer that loads a state continues bit by bit, on the same hardware and number of
-threads. On a GPU it continues from the same state but rounds differently. Sums in the backward of
-embeddings and attention have no fixed order there.
+On the same CPU and number of threads, a trainer continues from a state bit by bit. On a GPU, a
+trainer continues from the same state but rounds differently, because sums in the backward of
+embeddings and attention have no fixed order.
 
 Files and their formats: saved_state.py.
 """
@@ -35,10 +35,10 @@ class TrainerState:
     def save(self, directory: Path) -> None:
         """Write the state into an existing directory, without gradients.
 
-        If there are several adapters, each is written into a directory of its name.
+        If there are several adapters, the state has a directory for each adapter.
 
         Raises:
-            NonfiniteWeightsError: if weights hold NaN or infinity.
+            NonfiniteWeightsError: if weights contain NaN or infinity.
             StorageError: if a file cannot be written.
         """
         if len(self._adapters.names) < 2:

@@ -1,12 +1,12 @@
-"""The weights that a trainer trains, and their gradients, in one process.
+"""The trained weights of a process, and their gradients.
 
-Parameters are the trained parameters of the policy. If the model computes in 16 bits, they are its
-float32 masters. A shard is this rank's part of a parameter, in the same memory. If a process trains
-alone, its shard is the whole parameter. Optimizers see shards. Forward and backward passes see
+Parameters are the trained parameters of the policy, or their float32 masters if the model computes
+in 16 bits. A shard is this rank's part of a parameter, in the same memory. If a process trains
+alone, a shard is the whole parameter. Optimizers use shards. Forward and backward passes use
 parameters.
 
 On a GPU, publication copies the weights on `copy_stream` while the next gradient is computed. Every
-method that changes weights waits for that stream first.
+method that changes weights waits for `copy_stream` first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AdapterSnapshot:
     weights: Mapping[str, Tensor]
     """This rank's shard of each parameter, by parameter name, float32."""
     gradients: Mapping[str, Tensor]
-    """Gradients that are not applied yet, by parameter name; empty if there are none."""
+    """Unapplied gradients, by parameter name."""
 
 
 class TrainedWeights:
@@ -69,8 +69,7 @@ class TrainedWeights:
         # The stream has high priority; otherwise its few kernels would wait behind the step's
         # kernels.
         self.copy_stream = torch.cuda.Stream(self._device, priority=-1) if is_on_gpu else None
-        """The stream on which the weights are copied; None on a CPU, where copies do not run
-        beside anything."""
+        """The stream on which publication copies weights; None on a CPU."""
 
     def new_optimizer(self) -> AdamW:
         """Return an optimizer of these weights, with moments of 0.
@@ -105,7 +104,7 @@ class TrainedWeights:
         Args:
             optimizer: an optimizer from `new_optimizer`.
             settings: settings of this update.
-            step: number of the step under way, from 1, for the learning rate.
+            step: number of the present step, from 1, for the learning rate.
 
         Returns:
             The norm of the gradient before it was clipped.
@@ -146,7 +145,7 @@ class TrainedWeights:
     def drop_gradients(self) -> None:
         """Drop the gradient of every parameter.
 
-        If the process has grown, give freed memory back.
+        If the process has grown, freed memory is returned to the system.
         """
         for tensor in (*self.parameters.values(), *self.shards.values()):
             tensor.grad = None
@@ -154,7 +153,7 @@ class TrainedWeights:
             self._trim()  # of activations, too: their sizes differ at each step
 
     def wait_for_copies(self) -> None:
-        """Have the device wait for `copy_stream` before weights change."""
+        """Make the device wait for `copy_stream`; call this before weights change."""
         if self.copy_stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self.copy_stream)
 
@@ -177,7 +176,7 @@ class TrainedWeights:
     def snapshot_adapter(self) -> AdapterSnapshot:
         """Return the weights and gradients of the adapter in the model.
 
-        The weights are copied, and the gradients are not.
+        The weights are copied. The gradients are not copied.
         """
         return AdapterSnapshot(
             weights={name: shard.detach().clone() for name, shard in self.shards.items()},

@@ -1,4 +1,4 @@
-"""Activations of a model's layers: recomputed, offloaded, and given back to the system."""
+"""Activations of a model's layers: recomputation, offloading, and return of freed memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool | str) -> None:
-    """Configure the activations of a model's layers, and switch dropout off.
+    """Configure the activations of a model's layers, and switch off dropout.
 
     Args:
         model: a model of transformers. If `gradient_checkpointing` is not False, its layers support
             checkpointing.
-        is_on_cpu: whether the model is on the CPU, where freed memory is given back.
+        is_on_cpu: whether the model is on the CPU. There, freed memory is returned to the system.
         gradient_checkpointing: True to recompute activations, "offload" to keep the layers' inputs
             on the host as well.
     """
@@ -50,8 +50,7 @@ def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool
 def checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Compute a layer with checkpointing, and keep the layer's inputs on the host.
 
-    The inputs stay on the host until the backward pass. The offloading hooks get only the inputs,
-    because a checkpoint saves no other tensors.
+    The inputs stay on the host until the backward pass.
     """
     with saved_tensors_hooks(begin_to_offload, begin_to_restore):
         return checkpoint(layer, *inputs, use_reentrant=False)
@@ -78,9 +77,9 @@ def begin_to_restore(offloaded: tuple[torch.device, Tensor]) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
-    """Give freed memory back after a layer's forward and before its backward.
+    """Return freed memory to the system, after a layer's forward and before its backward.
 
-    Without a gradient no activation is kept, so no memory is freed.
+    Does nothing if gradients are off.
     """
     states = output[0] if isinstance(output, tuple) else output
     if states.requires_grad:

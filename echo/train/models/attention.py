@@ -1,24 +1,22 @@
-"""The kernel that computes the attention of packed rows, chosen once when a model is loaded.
+"""The kernel for the attention of packed rows. It is chosen once, when a model is loaded.
 
     PRODUCTS   scaled dot products of each run of equal segments: a CPU, or float32
     FA3, FA4   FlashAttention 3 or 4 under torch's varlen operator, if its package is installed
     DENSE      cuDNN's dense products for long segments, the varlen operator for the others
     VARLEN     torch's varlen operator, which is FlashAttention 2
 
-On a GPU that computes in 16 bits, `choose_kernel` tries the fastest kernel first. A trial has two
-segments with the head sizes and the window of the model's own layers. It computes both segments in
-one row, and each segment alone. Values and gradients must be equal. If a kernel fails, a notice is
-logged and the next kernel is tried.
+A packed row has several segments, which must not attend to each other. On a GPU that computes in 16
+bits, `choose_kernel` tries the fastest kernel first. A trial computes two segments in one row, and
+each segment alone, with the head sizes and the window of the model's own layers. Values and
+gradients must be equal. If a kernel fails, a notice is logged and the next kernel is tried.
 
-cuDNN is faster only on GPUs of capability 9 and only for long segments. It makes a plan for each
-length, which takes up to hundreds of milliseconds. It keeps all plans. So segments of LONG_TOKENS
-and more are copied into contiguous tensors. Their lengths are multiples of PLAN_TOKENS, so few
-plans are needed. For shorter segments, cuDNN saves less time than its launches cost. torch also has
-an operator that gives cuDNN cumulative lengths. It is not used, because it would make a plan in
-every call.
+cuDNN is faster only for long segments on GPUs of capability 9. It makes a plan for each length,
+which takes up to hundreds of milliseconds, and keeps all plans. So segments of LONG_TOKENS and more
+are copied into contiguous tensors, with lengths rounded up to multiples of PLAN_TOKENS, so that few
+plans are needed. For shorter segments, cuDNN saves less time than its launches cost. torch's
+operator that passes cumulative lengths to cuDNN is not used, because it makes a plan in every call.
 
-FlashAttention 3 and 4 replace the flash kernels of the whole process, also those of an evaluation
-beside the training.
+FlashAttention 3 and 4 replace the flash kernels of the whole process, including evaluations.
 """
 
 from __future__ import annotations
@@ -44,15 +42,14 @@ MAX_DENSE_WIDTH = 128
 """Largest width of an attention head that cuDNN's dense products take, forward and backward."""
 
 TRIED_LENGTHS = (300, 170)
-"""Numbers of tokens of the two segments that a kernel is tried on."""
+"""Lengths of the two segments in a trial, in tokens."""
 MAX_ERROR = 0.03
-"""Largest relative error of values and of gradients in a trial; 16 bits round by about .005."""
+"""Largest relative error of values and gradients in a trial. Rounding to 16 bits causes about .005.
+"""
 
 FA3_MODULE = "flash_attn_interface"
 FA4_MODULES = ("flash_attn.cute.interface", "vllm.vllm_flash_attn.cute.interface")
-"""Modules that may hold FlashAttention 4. The first is in FlashAttention's own package, the second
-in vLLM's wheel for CUDA.
-"""
+"""Modules that may contain FlashAttention 4: in its own package, and in vLLM's wheel for CUDA."""
 FA4_ADAPTER = "echo.train.models.flash_attention_4"
 
 _log = logging.getLogger(__name__)
@@ -60,21 +57,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A way to compute the attention of packed rows."""
+    """A kernel for the attention of packed rows."""
 
     name: str
     """Name of the kernel in messages."""
     is_varlen: bool = True
-    """Whether the kernel is torch's varlen operator, which gets cumulative lengths."""
+    """Whether the kernel is torch's varlen operator, which takes cumulative lengths."""
     implementation: str | None = None
-    """Implementation to activate for the varlen operator, by torch's name. None for torch's own."""
+    """torch's name of the implementation to activate; None for torch's default implementation."""
     long_from: int | None = None
-    """Segments of at least this number of tokens are computed by dense products. None if no segment
-    is computed by dense products.
+    """Smallest number of tokens for which dense products compute a segment; None if they compute no
+    segment.
     """
     slowdown: float = 1.0
-    """Without dense products, attention in packed rows takes this many times as long as attention
-    in padded rows.
+    """Time of attention in packed rows without dense products, as a multiple of the time in padded
+    rows.
     """
 
 
@@ -99,13 +96,11 @@ class LayerShape:
     """Width of a query and of a key."""
     value_width: int
     window: int | None = None
-    """Largest number of tokens that a token attends to, itself included; None for all tokens before
-    it.
-    """
+    """Largest number of tokens that a token attends to, including itself; None for no limit."""
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> LayerShape:
-        """Return the sizes of a layer from its states, each [1, heads, tokens, width]."""
+        """Return a layer's sizes from query, key and value, each [1, heads, tokens, width]."""
         return LayerShape(
             num_heads=query.shape[1],
             num_key_heads=key.shape[1],
@@ -116,7 +111,7 @@ class LayerShape:
 
 
 def is_dense(width: int, value_width: int, window: int | None) -> bool:
-    """Return whether cuDNN's dense products can compute a layer's long segments.
+    """Return whether cuDNN's dense products can compute the long segments of a layer.
 
     `window` is the layer's `LayerShape.window`.
     """
@@ -125,20 +120,19 @@ def is_dense(width: int, value_width: int, window: int | None) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LongSegments:
-    """Long segments at the start of a packed row, and arguments for the others.
+    """Long segments at the start of a packed row, and the arguments for all other segments.
 
-    The guards of a compiled layer check no field of this class. So the layer's graph does not
-    depend on the lengths.
+    A compiled layer has no guards on these fields, so its graph does not depend on the lengths.
     """
 
     lengths: tuple[int, ...]
     """Number of tokens of each long segment."""
     others: tuple[Tensor, Tensor, int, int] | None
     """The arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k` of
-    `packed_attention` for the other segments; None if all segments are long.
+    `packed_attention` for all other segments; None if all segments are long.
     """
     keys: Tensor | None
-    """[K] int64: places in the row of the keys of the other segments; None if no prompt is shared.
+    """[K] int64: places in the row of the keys of all other segments; None if no prompt is shared.
     """
 
 
@@ -146,14 +140,14 @@ class LongSegments:
 
 
 def plain_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the kernel that needs no trial: VARLEN on a GPU in 16 bits, PRODUCTS elsewhere."""
+    """Return the default kernel: VARLEN on a GPU in 16 bits, PRODUCTS elsewhere."""
     return VARLEN if device.type == "cuda" and dtype.itemsize < 4 else PRODUCTS
 
 
 def candidates(device: torch.device | str, dtype: torch.dtype) -> list[Kernel]:
     """Return the kernels that the device and the installed packages allow, the fastest first.
 
-    Nothing is imported, and nothing runs on the device.
+    The function imports no package and does not use the device.
     """
     plain = plain_kernel(torch.device(device), dtype)
     if plain is PRODUCTS:
@@ -168,7 +162,7 @@ def candidates(device: torch.device | str, dtype: torch.dtype) -> list[Kernel]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module's file is installed, without running any package's code."""
+    """Return whether a module is installed, without importing it or its package."""
     top, *path = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not path:
@@ -181,7 +175,7 @@ def is_installed(module: str) -> bool:
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, shapes: frozenset[LayerShape]
 ) -> Kernel:
-    """Activate and return the fastest kernel that computes these layers correctly.
+    """Activate and return the fastest kernel that is correct for these layers.
 
     Args:
         device: the device that computes.
@@ -200,9 +194,9 @@ def choose_kernel(
 def find_kernel_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, shapes: Iterable[LayerShape]
 ) -> str | None:
-    """Activate and try a kernel. Return why it fails, or None if it works.
+    """Activate and try a kernel; return the reason of a failure, or None.
 
-    A kernel that fails is deactivated again.
+    A failing kernel is deactivated again.
     """
     try:
         activate(kernel)
@@ -216,7 +210,7 @@ def find_kernel_fault(
 
 
 def activate(kernel: Kernel) -> None:
-    """Have torch's varlen operator use the kernel's implementation, if it names one."""
+    """Switch torch's varlen operator to the kernel's `implementation`, if any."""
     if kernel.implementation == "FA4":
         # Imported here: torch may remove this prototype module.
         from torch.nn.attention import _fa4
@@ -228,13 +222,13 @@ def activate(kernel: Kernel) -> None:
 
 
 def deactivate(kernel: Kernel) -> None:
-    """Have torch's varlen operator use FlashAttention 2 again."""
+    """Switch torch's varlen operator back to FlashAttention 2."""
     if kernel.implementation is not None:
         torch_attention.restore_flash_attention_impl()
 
 
 def import_fa4() -> ModuleType:
-    """Import and return FlashAttention 4: from its own package, otherwise from vLLM's.
+    """Import and return FlashAttention 4 from its own package, otherwise from vLLM's package.
 
     Raises:
         ImportError: if neither package is installed.
@@ -245,7 +239,7 @@ def import_fa4() -> ModuleType:
 
 
 def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> None:
-    """Check that two segments in one row give the values of each segment alone.
+    """Check that two segments in one row get the same values as each segment alone.
 
     Raises:
         RuntimeError: if values or gradients differ, or dense products are not computed by cuDNN.
@@ -299,9 +293,7 @@ def _check_cudnn(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 Masks = dict[tuple[int, int, int | None], Tensor]
-"""Masks of a row by number of queries, number of keys, and window. All layers of the model use the
-same masks.
-"""
+"""Masks of a row by (number of queries, number of keys, window), shared by all layers."""
 
 
 def attend_alone(
@@ -314,8 +306,8 @@ def attend_alone(
 ) -> Tensor:
     """Return the attention within n segments of equal length, as [n, length, H, Dv].
 
-    The queries are [n, H, length, D]. If a segment has more keys than queries, the queries belong
-    to the last keys. If `masks` lacks a needed mask, the mask is added.
+    The queries are [n, H, length, D]: H heads of width D. If a segment has more keys than queries,
+    the queries belong to the last keys. A missing mask is added to `masks`.
     """
     dtype = query.dtype
     if query.device.type == "cpu" and dtype.itemsize < 4:
@@ -341,7 +333,7 @@ def attend_alone(
 
 
 def _mask(query: Tensor, length: int, num_keys: int, window: int | None) -> Tensor:
-    """Return the mask to add to scores, [length, num_keys]: 0, or -inf for unseen keys."""
+    """Return the mask to add to scores, [length, num_keys]: 0 for seen keys, otherwise -inf."""
     age = torch.arange(num_keys - length, num_keys, device=query.device)[:, None]
     age = age - torch.arange(num_keys, device=query.device)
     is_seen = (age >= 0) & (age < (num_keys if window is None else window))
@@ -357,7 +349,7 @@ def attend_varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return the attention within the segments of a row, [1, L, H, Dv], by the varlen operator.
+    """Return the attention within the segments of a row, by the varlen operator; [1, L, H, Dv].
 
     Args:
         query: [1, H, L, D].
@@ -365,10 +357,10 @@ def attend_varlen(
         value: [1, Hkv, K, Dv].
         segments: the arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`
             of `packed_attention`, in this order.
-        segment_keys: places of the segments' keys in `key`; None if the segments have all keys of
-            `key`, in the same order.
+        segment_keys: places of the segments' keys in `key`; None if the segments' keys are exactly
+            `key`, in order.
         scaling: factor of the scores; None for 1 / sqrt(D).
-        window: largest number of tokens that a token attends to, itself included; None for no
+        window: largest number of tokens that a token attends to, including itself; None for no
             limit.
     """
     # Under autocast, norms and rotation return query and key in float32; the kernel takes one type.
@@ -397,9 +389,9 @@ def attend_long(
 ) -> Tensor:
     """Return the attention within the segments of a row, [1, L, H, Dv].
 
-    The row begins with long segments. Dense products compute each of them. The varlen operator
-    computes all other segments together. This function is not compiled: each row has other lengths
-    and would need another graph.
+    Dense products compute each of the long segments at the start of the row. The varlen operator
+    computes all other segments together. This function is not compiled, because each new set of
+    lengths would need a new graph.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     parts = list(_attend_each(query, key, value, long.lengths, scaling))
@@ -417,8 +409,8 @@ def _attend_each(
 ) -> Iterator[Tensor]:
     """Yield the attention within each segment at the start of a row, [1, length, H, Dv].
 
-    Each segment is copied, because cuDNN looks up its plans by sizes and strides. A view would have
-    the strides of the row. cuDNN rarely has a plan for these.
+    Each segment is copied, because cuDNN keeps plans by sizes and strides, and a view would have
+    the strides of the row.
     """
     start = 0
     for length in lengths:

@@ -1,8 +1,8 @@
-"""Decoder layers compiled by torch: fewer kernels and less memory traffic between products.
+"""Compilation of decoder layers by torch, for fewer kernels and less memory traffic.
 
-Layers are compiled, not the model: all layers of a kind share their graphs, and so do rows of all
-lengths. A compiled layer rounds wherever the uncompiled layer does. So on a CPU compiling nearly
-never changes a bit of log-probabilities and gradients. On a GPU a norm sums in another order.
+Layers are compiled, not the model: all layers of a kind, and rows of all lengths, share one graph.
+A compiled layer rounds at the same places as an uncompiled layer. So on a CPU, results are nearly
+always equal bit by bit. On a GPU, a norm sums in another order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from echo.core.errors import EngineError
 from echo.core.extras import models_directory
 
 RECOMPILE_LIMIT = 64
-"""Largest number of graphs of one layer's code. Above the limit, layers run uncompiled. torch's own
-limit is 8 and counts the graphs of all models in the process. A run with a reference policy or an
-adapter exceeds torch's limit.
+"""Largest number of graphs of one layer's code. Above it, layers run uncompiled. torch's own limit
+of 8 is too small: it counts the graphs of all models in the process.
 """
 MIN_STEPS = 20
 """Smallest number of steps in a run for which compiling saves more time than it costs."""
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
-    """Have torch compile these layers, except their attention, when each layer first runs.
+    """Have torch compile these layers, without their attention, at each layer's first run.
 
     Args:
         layers: decoder layers of one model.
@@ -67,10 +66,9 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 
 
 def _keep_compiled() -> None:
-    """Set torch's cache directory to a directory that is not temporary.
+    """Set torch's cache directory to a permanent directory.
 
-    It lies next to the directory of warmed-up models, and processes may share it. If it cannot be
-    written, torch keeps its own place.
+    Processes may share this directory. If it cannot be written, torch keeps its default directory.
     """
     place = models_directory().with_name("compiled").absolute()
     with suppress(OSError):
@@ -80,7 +78,7 @@ def _keep_compiled() -> None:
 
 
 class _OneNotice(logging.Filter):
-    """Replaces torch's long log of a failed compilation by one line."""
+    """Replaces torch's long log of a failed compilation by one line, once per process."""
 
     _is_logged = False
 
@@ -94,7 +92,7 @@ class _OneNotice(logging.Filter):
 
     @classmethod
     def give(cls, reason: str) -> None:
-        """Log once in a process why layers run uncompiled."""
+        """Log why layers run uncompiled, once per process."""
         if not cls._is_logged:
             cls._is_logged = True
             _log.warning("layers cannot be compiled and run as they are: %s", reason)

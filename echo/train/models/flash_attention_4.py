@@ -1,6 +1,6 @@
 """FlashAttention 4, limited to the results that torch expects.
 
-Some versions of FlashAttention 4 return further values.
+Some versions of FlashAttention 4 return more values than torch expects.
 """
 
 from typing import Any

@@ -1,22 +1,22 @@
-"""Arithmetic of a step: the floating-point operations that the model needs.
+"""Number of floating-point operations that a step needs.
 
 For T tokens in segments of s_1, s_2, ... tokens, with S scored tokens:
 
     6 N T  +  6 V h S  +  6 sum over layers of H D (s_1^2 + s_2^2 + ...)
 
-N is the number of weights in matrix products that one token uses. It excludes the head's V x h, and
-experts that the token does not use. H is the number of heads, and D their width. Per token, each
-weight takes two operations forward and two for the gradient of its input. Unless it is frozen, it
-takes two more for its own gradient. Only the causal half of the score matrix counts. If a layer has
-a sliding window, only the band within the window counts. Recomputation, padding and the optimizer
-do not count, so they lower the utilization.
+N is the number of weights in matrix products that one token uses, without the LM head and without
+unused experts. V is the vocabulary size, and h the model width. H is the number of heads, and D the
+width of a head. Per token, each weight takes two operations forward, two for the gradient of its
+input and, if trained, two for its own gradient. Of the score matrix, only the causal half counts,
+or the band within a sliding window. Recomputation, padding and the optimizer do not count, so they
+lower the utilization.
 
-Most published figures use the convention of PaLM (arXiv:2204.02311, appendix B). It counts the head
-for every token. It also counts the whole score matrix of a row, even across segments:
+Most published figures use the convention of PaLM (arXiv:2204.02311, appendix B), which counts the
+head for every token, and the whole score matrix of a row, even across segments:
 
     6 N + 6 V h + 12 sum over layers of H D x row     per token
 
-By that convention the utilization is higher at the same speed.
+PaLM's convention gives a higher utilization at the same speed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ class AttentionShape:
     """Sizes of the attention of one layer."""
 
     width: int
-    """Number of heads times the mean width of a query and a value."""
+    """Number of heads times the mean of a query's width and a value's width."""
     window: int | None = None
-    """Largest number of tokens that a token attends to, itself included; None for all tokens before
-    it.
-    """
+    """Largest number of tokens that a token attends to, including itself; None for no limit."""
 
     def flops(self, length: int) -> int:
         """Return the number of operations of the attention of one segment, forward and backward."""
@@ -58,16 +56,16 @@ class ModelFlops:
     """Sizes of a model that determine its number of operations."""
 
     body: int
-    """Number of weights in matrix products that one token uses. The head's weights do not count."""
+    """Number of weights in matrix products that one token uses, without the head."""
     body_trained: int
-    """The number of those weights in `body` that have a gradient."""
+    """Number of the weights in `body` that have a gradient."""
     head: int
-    """Number of the head's weights, V x h."""
+    """Number of weights of the LM head."""
     head_trained: int
     attention: tuple[AttentionShape, ...]
     is_exact: bool = True
-    """Whether attention is counted. If the configuration cannot be read, only weights are counted,
-    and no utilization is reported.
+    """Whether attention is counted. If the model's configuration cannot be read, only weights are
+    counted, and no utilization is reported.
     """
 
     def row(self, length: int, num_scored: int) -> int:
@@ -85,13 +83,13 @@ class ModelFlops:
         return sum(layer.flops(length) for layer in self.attention)
 
     def weights(self, num_tokens: int) -> int:
-        """Return the number of operations of `num_tokens` tokens in the layers before the head."""
+        """Return the number of operations of `num_tokens` tokens in all layers before the head."""
         return (4 * self.body + 2 * self.body_trained) * num_tokens
 
     def palm(self, row_lengths: Iterable[int]) -> int:
         """Return the number of operations of rows by PaLM's convention.
 
-        `row_lengths` are the tokens of each row, without padding.
+        `row_lengths` has the number of tokens of each row, without padding.
         """
         weights = 4 * (self.body + self.head) + 2 * (self.body_trained + self.head_trained)
         width = sum(layer.width for layer in self.attention)
@@ -104,7 +102,7 @@ def model_flops(model: Any, head: Tensor) -> ModelFlops:
     If the model's configuration cannot be read, training goes on, but no utilization is reported.
 
     Args:
-        model: the model, with its adapter if it has one.
+        model: the model, including an adapter.
         head: the weight of the model's LM head.
     """
     config = model.config.get_text_config()
@@ -139,7 +137,7 @@ def _count(model: Any, head: Tensor, config: Any | None) -> ModelFlops:
 
 
 def _share_of_experts(name: str, config: Any) -> float:
-    """Return the share of a weight tensor that one token uses: below 1 for experts."""
+    """Return the share of a weight tensor that one token uses; below 1 for experts."""
     if ".experts." not in name:
         return 1.0
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -163,13 +161,11 @@ def _attention(config: Any) -> Iterator[AttentionShape]:
 
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 operations per second, by a part of the GPU's name; the first name that matches is
-used.
-"""
+"""(part of a GPU's name, dense bfloat16 operations per second); the first matching name counts."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a device's peak operations per second by its data sheet; None if it is not known."""
+    """Return the peak operations per second in a device's data sheet; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,12 +1,12 @@
 """Float32 masters of a model whose own weights are 16 bits wide.
 
-The model holds the masters rounded, and workers hold the same rounded weights. So learner and
-sampler compute with the same numbers, and no operation has to cast a weight. Each micro-batch makes
-gradients in 16 bits, which are added in float32 to the gradients of the masters. The masters are
-trained, published and saved. Weights that are not trained (the base of an adapter, a reference
-policy) have no master, and take 2 bytes per parameter.
+A master is the float32 copy of a trained weight. The model and the workers hold the same rounded
+weights, so learner and sampler compute with the same numbers. The gradients of each micro-batch are
+in 16 bits, and are added in float32 to the gradients of the masters. The masters are trained,
+published and saved. Weights that are not trained (the base of an adapter, a reference policy) have
+no master, and take 2 bytes per parameter.
 
-A sharded model needs no masters (ranks/sharding.py): each layer is rounded when it is gathered.
+A sharded model needs no masters, because FSDP rounds each gathered layer (ranks/sharding.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Masters:
     """The trained parameters of a model in float32, each with its gradient."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Round a float32 model in place, and keep its trained parameters as masters.
+        """Round a float32 model in place; keep its unrounded trained parameters as masters.
 
         Args:
-            model: the model; its trained parameters already require a gradient. Its buffers are not
+            model: the model, whose trained parameters already require a gradient. Buffers are not
                 rounded.
             dtype: the type that the model computes in.
         """
@@ -38,7 +38,7 @@ class Masters:
             parameter.data = parameter.data.to(dtype)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the master of a parameter, or the tensor itself if it has no master."""
+        """Return the master of a tensor, or the tensor itself if no master exists."""
         return self._masters.get(tensor, tensor)
 
     @torch.no_grad()

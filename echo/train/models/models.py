@@ -1,11 +1,11 @@
-"""Models that the micro-batches of a trainer go through: the policy and its frozen companions.
+"""The models of a trainer: the policy, and the frozen models beside the policy.
 
     policy     the model that is trained
     reference  a frozen model that the loss pulls the policy towards, for some losses
     rescorer   a frozen model that takes the weights of published versions, for attribution
 
-All three get the same micro-batches, so they share one limit of tokens. The policy and the
-reference also share one form of rows: if either cannot take packed rows, both take padded rows.
+All three models get the same micro-batches, so they share one limit of tokens. If the policy or the
+reference cannot take packed rows, both take padded rows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Models:
         reference: ModelSource | None,
         rescoring: Rescoring | None,
     ) -> None:
-        """Load the policy and the frozen models.
+        """Load all models.
 
         Args:
             source: the model that is trained.
-            compute: where and how all models compute.
+            compute: settings of all models' computations.
             reference: the frozen reference policy; None for no reference.
-            rescoring: the sampling distribution and the rounding of versions; None for no rescorer.
+            rescoring: settings of the rescorer; None for no rescorer.
 
         Raises:
             DataError: if a model cannot be loaded, or the reference has another vocabulary.
@@ -47,11 +47,11 @@ class Models:
 
     @property
     def compute(self) -> Compute:
-        """Where and how the policy computes, with the present limit of a micro-batch."""
+        """The settings of the policy's computations, with the present limit of a micro-batch."""
         return self.policy.compute
 
     def limit_micro_batches(self, num_tokens: int) -> None:
-        """Set every model's limit of tokens in a micro-batch, padding included."""
+        """Set the limit of tokens in a micro-batch, including padding, for all models."""
         policies = [self.policy]
         if self.reference is not None:
             policies.append(self.reference)
@@ -74,10 +74,10 @@ class Models:
 
 
 def check_vocabularies(reference_dir: Path, num_reference: int, num_own: int) -> None:
-    """Raise if a reference model has another number of token ids than the policy.
+    """Raise an error if reference and policy differ in their number of token ids.
 
     Raises:
-        DataError: if the numbers differ. The message has both.
+        DataError: if the numbers differ. The message has both numbers.
     """
     if num_reference != num_own:
         raise DataError(

@@ -1,25 +1,23 @@
-"""Packed rows hold several rollouts, and the attention keeps them apart.
+"""Packed rows: several rollouts in one row, separated by the attention.
 
-A row [1, L] has no padding, so no computation is wasted. Each micro-batch nearly reaches the limit
-of tokens. A row can hold whole groups that would not fit into a padded rectangle. An attention
-registered with transformers as `packed` keeps rollouts apart, by one of the kernels in
-attention.py. No mask function is registered with it, so transformers makes no mask of size L x L.
-transformers passes the result of `arguments` on to every layer.
+A packed row [1, L] has no padding, so no computation is wasted, and a row can hold whole groups
+that would not fit into a padded rectangle. An attention registered with transformers as `packed`
+keeps rollouts apart, by one of the kernels in attention.py. It has no mask function, so
+transformers makes no L x L mask. transformers passes the result of `arguments` to every layer.
 
 Completions may share a prompt. The prompt is then a segment of its own, and each completion attends
-to the prompt's keys and then to its own. The kernel gets the prompt's keys once for each
-completion. Everything else in a layer is computed once for the prompt. A rollout of several chains
-is divided into pieces in the same way. Each piece attends to the keys of all tokens that come
-before it in its chain. These tokens may be in several places of the row.
+to the prompt's keys and to its own keys. The kernel gets the prompt's keys once for each
+completion. All other work of a layer is done once for the prompt. In the same way, a rollout of
+several chains (core/chains.py) is divided into pieces. Each piece attends to all earlier tokens of
+its chain, which may be in several places of the row.
 
-This attention does what a mask would do: it is causal, within the segment, and within the layer's
-window. Other settings of a model's attention (caps, sinks, biases, windows in the mask only) are
-refused. Layers that mix tokens without attention cannot see segments. With some architectures,
-rollouts would affect each other silently. So `find_packing_fault` tries each model: two short
-segments in one row must give the states that each gives alone. The probe is too short to show a
-window or a chunk, so only layers of full and sliding attention are accepted. The tests check
-sliding attention for each family of models. `can_share_prompts` tries two completions of one prompt
-in the same way.
+This attention is causal, and stays within the segment and the layer's window. Models with other
+settings of attention (caps, sinks, biases, windows in the mask only) are refused. In some
+architectures, layers mix tokens without attention, so rollouts would affect each other silently.
+Therefore `find_packing_fault` tries each model: two short segments in one row must get the same
+states as each segment alone. The trial is too short for a window or a chunk, so only layers of full
+and sliding attention are accepted. `can_share_prompts` tries two completions of one prompt in the
+same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -52,20 +50,20 @@ NAME = "packed"
 """transformers' name of the attention for packed rows."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Types of layers that keep segments apart with this attention."""
+"""Layer types, by transformers' names, that this attention supports."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention functions that this attention does not support."""
+"""Arguments of attention functions, by name, that this attention refuses."""
 
 PROBE_LENGTHS = (9, 6)
-"""Number of tokens of each of the two segments that a model is tried on."""
+"""Lengths of the two segments of a trial, in tokens."""
 
 PROMPT_PROBE = (9, 3, 6)
-"""Number of tokens of the prompt and of each of the two completions that a model is tried on."""
+"""Lengths of the prompt and the two completions of a trial, in tokens."""
 
 MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest relative difference of a token's state that counts as rounding, by type. In 16 bits deep
-models round by several percent, so the bound only shows that the kernel works.
+"""Largest relative difference of a token's state that counts as rounding, by dtype. In 16 bits,
+deep models round by several percent, so the trial only shows that the kernel works.
 """
 
 PROBE_ERRORS = (
@@ -78,7 +76,7 @@ PROBE_ERRORS = (
     RuntimeError,
     AssertionError,
 )
-"""Errors that a model's code may raise if it cannot work with packed rows."""
+"""Errors that a model may raise if its code cannot handle packed rows."""
 
 
 def arguments(
@@ -88,8 +86,8 @@ def arguments(
 
     Args:
         segments: segments of the row, on the model's device.
-        kernel: computes the attention. A varlen kernel gets the segments as tensors, another kernel
-            as `SegmentRuns`.
+        kernel: kernel of the attention. A varlen kernel gets the segments as tensors; all other
+            kernels get `SegmentRuns`.
         seen: gets the shapes of the attention of the model's layers; None to collect none.
     """
     given: dict[str, Any] = {"position_ids": segments.position_ids}
@@ -109,7 +107,7 @@ def arguments(
 
 
 def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
-    """Return the long segments at the start of a row, None if there are none."""
+    """Return the long segments at the start of a row; None without long segments."""
     spans = list(zip(segments.lengths, segments.prefixes, strict=True))
     is_other = (
         kernel.long_from is None or length < kernel.long_from or bool(runs)
@@ -143,24 +141,26 @@ def _num_keys(span: tuple[int, RowRuns]) -> int:
 class SegmentRuns:
     """The segments of a packed row, grouped into runs of equal neighbours.
 
-    A kernel without cumulative lengths gets this class. The segments of a run have equal lengths,
-    and the same runs of tokens before them.
+    Kernels without cumulative lengths use this class. The segments of a run have equal lengths, and
+    attend to the same earlier runs of tokens.
     """
 
     runs: tuple[tuple[int, int, RowRuns], ...]
-    """For each run of segments: their number, their length, and the runs of tokens before them."""
+    """For each run: number of segments, length of a segment, and the earlier runs of tokens that
+    the segments attend to.
+    """
     single: Mapping[tuple[int, int], int]
-    """The runs that are a single segment, for example a shared prompt. The key is the start and the
-    length of the segment, and the value is the index of the run in `runs`.
+    """(start, length) of each run of a single segment, such as a shared prompt -> index of the run
+    in `runs`.
     """
     masks: Masks
-    """The masks of the row. All layers of the model use the same masks."""
+    """The masks of the row, shared by all layers."""
 
     @staticmethod
     def of(spans: Iterable[tuple[int, RowRuns]]) -> SegmentRuns:
         """Return the runs of a row's segments.
 
-        `spans` has each segment's length, and the runs of tokens before the segment.
+        `spans` has, for each segment, its length and the earlier runs of tokens that it attends to.
         """
         runs = tuple((len(list(same)), *span) for span, same in groupby(spans))
         starts = accumulate((number * length for number, length, _ in runs), initial=0)
@@ -199,18 +199,18 @@ def packed_attention(
 
     Args:
         module: the layer's attention.
-        query: [1, H, L, D], or several rows of one segment each.
-        key: [1, Hkv, L, D]; each of its heads serves H / Hkv heads of the query.
+        query: [1, H, L, D], or several rows with one segment each.
+        key: [1, Hkv, L, D]; each key head serves H / Hkv query heads.
         value: [1, Hkv, L, Dv].
         attention_mask: None; a mask is refused.
         scaling: factor of the scores; None for 1 / sqrt(D).
         dropout: 0; dropout is refused.
-        sliding_window: largest number of tokens that a token attends to, itself included; None for
+        sliding_window: largest number of tokens that a token attends to, including itself; None for
             no limit.
         is_causal: True or None; False is refused.
         cu_seq_lens_q: [n + 1] int32, starts of the segments, then L; for the kernel.
-        cu_seq_lens_k: [n + 1] int32, starts of the segments' keys, then their number.
-        max_length_q: tokens of the longest segment, for the kernel.
+        cu_seq_lens_k: [n + 1] int32, starts of the segments' keys, then the number of keys.
+        max_length_q: number of tokens of the longest segment, for the kernel.
         max_length_k: largest number of keys of a segment.
         segment_keys: [K] int64, places of the segments' keys in the row, for the kernel. None if
             each segment has only the keys of its own tokens.
@@ -220,10 +220,10 @@ def packed_attention(
         others: further arguments of this model's attention.
 
     Returns:
-        [1, L, H, Dv], and no weights.
+        The attention [1, L, H, Dv], and None in place of the attention weights.
 
     Raises:
-        NotImplementedError: if the model needs another kind of attention.
+        NotImplementedError: if the model needs a refused setting.
     """
     is_masked = attention_mask is not None or bool(dropout) or is_causal is False
     _refuse_unsupported(
@@ -277,7 +277,7 @@ def _attend_runs(
 ) -> Tensor:
     """Return the attention within a row's segments, [1, L, H, Dv], run by run.
 
-    This function is not compiled: each row has other runs and would need another graph.
+    This function is not compiled, because each new set of runs would need a new graph.
     """
     sizes = [number * length for number, length, _ in segments.runs]
     queries, keys, values = (torch.split(x[0], sizes, 1) for x in (query, key, value))
@@ -304,10 +304,10 @@ def _before(
     before: RowRuns,
     number: int,
 ) -> Iterator[Tensor]:
-    """Yield the states of each run of tokens in `before`, [number, H, size, D].
+    """Yield the states of each earlier run of tokens in `before`, [number, H, size, D].
 
-    All `number` segments get the same states. If a run is one of `parts`, that part is yielded,
-    because its gradient is small. The gradient of a slice of `states` has the size of the row.
+    All `number` segments get the same states. A run that is one of `parts` is taken from `parts`,
+    because the gradient of a slice of `states` would have the size of the whole row.
     """
     for run in before:
         start, size = run
@@ -319,14 +319,14 @@ def _before(
 def find_packing_fault(
     model: Any, own_dtype: torch.dtype, dtype: torch.dtype, shapes: set[LayerShape]
 ) -> str | None:
-    """Switch a model to packed rows. Return why it cannot take them, or None.
+    """Switch a model to packed rows; return the reason if the model cannot take packed rows.
 
-    A model that cannot take packed rows is left unchanged.
+    Then the model is left unchanged.
 
     Args:
         model: a model of transformers, with the attention "sdpa" or "eager", in evaluation mode.
-        own_dtype: the type that the model computes in without autocast.
-        dtype: the type of the model's matrix products in training.
+        own_dtype: the dtype of the model's computation without autocast.
+        dtype: the dtype of the model's matrix products in training.
         shapes: gets the shapes of the attention of the model's layers.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
@@ -357,11 +357,11 @@ def find_packing_fault(
 def can_share_prompts(model: Any, dtype: torch.dtype) -> bool:
     """Return whether completions that share a prompt get correct states.
 
-    Each completion must get the states that it would get alone.
+    Each completion must get the same states as without sharing.
 
     Args:
         model: a model that was already switched to packed rows.
-        dtype: the type of its matrix products.
+        dtype: the dtype of the model's matrix products.
     """
     device = next(model.parameters()).device
     prompt, _, other = PROMPT_PROBE
@@ -392,7 +392,7 @@ def _find_leak(
     dtype: torch.dtype,
     shapes: set[LayerShape],
 ) -> str | None:
-    """Return a reason if the second segment's states depend on the first segment."""
+    """Return a reason if the states of the second segment depend on the first segment."""
     given = arguments(row, plain_kernel(ids.device, dtype), seen=shapes)
     with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
         packed = _states(model, ids, **given)

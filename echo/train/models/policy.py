@@ -1,24 +1,24 @@
 """The policy being trained: a causal language model that scores completion tokens.
 
-It may be any model of AutoModelForCausalLM, or the text model of a model that also reads images.
-Its logits have to be exactly hidden states times LM head. Log-probabilities are computed from these
-two, so that no [tokens, vocabulary] matrix is stored (kernels/logprob.py). Models that scale, cap
-or shift their logits are refused: the configuration is checked, and the logits of a few tokens are
-compared with the product.
+The policy may be any model of AutoModelForCausalLM, or the text model of a model that also reads
+images. Its logits must be exactly hidden states times LM head, because log-probabilities are
+computed from these two, without a [tokens, vocabulary] matrix (kernels/logprob.py). Models that
+scale, cap or shift their logits are refused: the configuration is checked, and the logits of a few
+tokens are compared with the product.
 
-Rollouts go through the model in packed rows if the model keeps them apart (packing.py). Otherwise
-they go through it in padded rows, with the same results. In a packed row, rollouts of a prompt
-share the prompt if it is long compared with their completions. The prompt is then computed once.
+Rollouts go through the model in packed rows if the model keeps the rollouts of a row apart
+(packing.py), otherwise in padded rows. The results are the same. In a packed row, rollouts with the
+same prompt may share the prompt, which is then computed once.
 
 Trained weights are float32. With a compute type of bfloat16 the model itself holds rounded copies
-(masters.py). Hidden states and LM head are then multiplied in bfloat16 with float32 sums. A GPU's
-tensor cores and the fused kernels need this.
+(masters.py), and hidden states and LM head are multiplied in bfloat16 with float32 sums, as a GPU's
+tensor cores and the fused kernels require.
 
-If several processes train the model, each holds a shard (ranks/sharding.py), and all make the same
-calls.
+If several processes train the model, each process holds a shard (ranks/sharding.py), and all
+processes make the same calls.
 
-Dropout is switched off: the ratio of learner to sampler probability must be 1 if both have the same
-weights.
+Dropout is switched off, so that learner and sampler with the same weights give the same
+probabilities.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ LOGIT_SETTINGS = {
     "logit_scale": 1.0,
     "lm_head_multiplier": 1.0,
 }
-"""Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), with the values at which they
-change nothing.
+"""Settings that change logits (Gemma, Granite, Cohere, Falcon-H1), each with the values that leave
+logits unchanged.
 """
 
 
 CompileLayers = Literal["auto"] | bool
 
 FLASH = "flash_attention_2"
-"""transformers' name of the attention that computes in 16 bits only."""
+"""transformers' name of flash attention, which computes only in 16 bits."""
 
 
 NO_ROW = TrainingRow(
@@ -112,25 +112,24 @@ NO_ROW = TrainingRow(
     ),
     advantage=0.0,
 )
-"""The row of a rank that has no micro-batch while other ranks have one."""
+"""The row that a rank without a micro-batch puts through the model, while other ranks compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelSource:
-    """The model to load, and the weights that it is given."""
+    """The model to load, and its weights."""
 
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name that replace the directory's weights. Tied tensors occur once. If `lora` is
-    set, `tensors` has the adapter's weights. None then starts with an adapter that changes nothing.
+    """Weights by name that replace the directory's weights, tied tensors once. If `lora` is set,
+    the adapter's weights; None then starts an adapter that leaves the output unchanged.
     """
     weights_dir: Path | None = None
-    """Directory with the weights to load in place of the weights in `model_dir`."""
+    """Directory of weights that replace the weights in `model_dir`."""
     lora: Lora | None = None
-    """The adapter to train; None to train all weights. The adapter's base directory takes the place
-    of `model_dir`. `Policy.tensors`, `Policy.parameters` and `Policy.load` then refer to the
-    adapter alone.
+    """The adapter to train; None to train all weights. The adapter's base directory replaces
+    `model_dir`, and `Policy.tensors`, `Policy.parameters` and `Policy.load` cover only the adapter.
     """
 
 
@@ -140,40 +139,40 @@ class Compute:
 
     device: torch.device
     dtype: torch.dtype = torch.float32
-    """Type of matrix products and activations, float32 or bfloat16."""
+    """dtype of matrix products and activations, float32 or bfloat16."""
     attn_implementation: str = "auto"
     """transformers' name of the attention code; "auto" is sdpa if the model supports it."""
     backend: BackendName = "auto"
     """Backend of the log-probabilities (kernels/logprob.py)."""
     micro_batch_tokens: int = 16384
-    """Largest number of tokens that go through the model at once, with padding."""
+    """Largest number of tokens that go through the model at once, including padding."""
     packs: Literal["auto"] | bool = True
-    """Whether rollouts share a row, if the model keeps them apart. "auto" pads the rows of a batch
-    if padded rows cost less (rows.py).
+    """Whether to pack rollouts into rows, if the model keeps the rollouts of a row apart. "auto"
+    pads rows instead if padding is cheaper (rows.py).
     """
     share_prompts: bool = True
-    """Whether rollouts of one prompt share the prompt in a packed row, if that saves enough tokens.
+    """Whether rollouts of one prompt share the prompt in a packed row, if sharing saves enough
+    tokens.
     """
     vocab_chunk: int = 8192
     """Number of columns of logits that are computed at a time."""
     gradient_checkpointing: bool | str = False
-    """Whether to recompute the activations of layers in the backward pass, which saves memory. With
-    "offload", the inputs of layers are also kept in the host's memory until the backward pass.
+    """Whether to save memory by recomputing activations in the backward pass. "offload" also keeps
+    the inputs of layers in the host's memory until the backward pass.
     """
     recompute_above: int = 0
-    """Micro-batches of up to this number of tokens keep their activations."""
+    """Largest number of tokens of a micro-batch whose activations are kept instead of recomputed.
+    """
     compile_layers: CompileLayers = False
     """Whether torch compiles each decoder layer (compiling.py); "auto" compiles the layers that
     torch can compile.
     """
     optimizer_state: OptimizerState = "float32"
-    """Type and place of the optimizer's moments (optimizer.py)."""
+    """Form of the optimizer's moments (optimizer.py)."""
     seed: int = 0
-    """Seed of torch's global generator when training begins, for models that draw random
-    numbers.
-    """
+    """Seed of torch's global generator, for models that draw random numbers."""
     ranks: Ranks = ALONE
-    """The ranks that the model is sharded over; `ALONE` if there is only this process."""
+    """The processes (ranks) that train the model together; `ALONE` for a single process."""
 
 
 def learner_compute(
@@ -184,10 +183,10 @@ def learner_compute(
     seed: int,
     num_steps: int,
 ) -> Compute:
-    """Return where and how the learner's models compute.
+    """Return the settings of the learner's models.
 
-    `gradient_checkpointing = "auto"` becomes False here. A caller that estimates memory replaces
-    "auto" before the call.
+    `gradient_checkpointing = "auto"` becomes False. A caller that can estimate memory replaces
+    "auto" first.
     """
     device = pick_device(section.device)
     checkpointing = section.gradient_checkpointing
@@ -215,7 +214,7 @@ def learner_compute(
 
 
 class Policy:
-    """A causal language model that scores completion tokens. It may be frozen."""
+    """A causal language model that scores completion tokens, trained or frozen."""
 
     def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
         """Build the model, load its weights, and check that it can be trained.
@@ -226,7 +225,7 @@ class Policy:
             is_frozen: whether the model only scores and is never trained.
 
         Raises:
-            DataError: if the directory or the tensors do not make up a model.
+            DataError: if the directory or the tensors are no complete model.
             EngineError: if the model cannot be trained here.
         """
         _check_types(compute)
@@ -286,7 +285,7 @@ class Policy:
     def _check_and_round(self) -> None:
         """Check the model's logits, and round its weights for 16-bit computing.
 
-        If the model can compute in float32, the check comes first. In 16 bits, rounding may hide a
+        If possible, the logits are checked in float32, because rounding to 16 bits may hide a
         difference.
         """
         compute = self.compute
@@ -299,7 +298,7 @@ class Policy:
             self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
-        """Shard the model, which gives it new parameter objects. Return its root."""
+        """Shard the model, with new parameter objects; return the root."""
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         root = sharding.shard(self.model, ranks, self.compute.dtype)
         if self._adapter is not None:
@@ -311,18 +310,18 @@ class Policy:
     def _head(self) -> Tensor:
         """Return the LM head's weight.
 
-        In a sharded model the weight is whole only within `_compute`.
+        In a sharded model, the weight is complete only within `_compute`.
         """
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
     @property
     def is_packed(self) -> bool:
-        """Whether several rollouts can be in one row."""
+        """Whether a row can have several rollouts."""
         return self.padded_because is None
 
     def describe_rows(self) -> str:
-        """Return a sentence that says how rollouts go through the model, and why."""
+        """Return a sentence on the form of rows (packed or padded), and the reason."""
         rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
         if self.is_packed and self.compute.packs == "auto":
             rows += ", or on padded ones where a batch costs less so"
@@ -339,7 +338,7 @@ class Policy:
         return f"{eager}{name} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
-        """Change to padded rows. `describe_rows` then gives the reason `why`."""
+        """Change to padded rows; `why` is the reason for `describe_rows`."""
         if self.is_packed:
             self.model.set_attn_implementation(self._attention)
             self.padded_because = why
@@ -354,17 +353,17 @@ class Policy:
     ) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield this rank's micro-batches on the CPU, with the indices of their rows.
 
-        Each rank gets its own micro-batches, and all ranks get the same number. If there are not
-        enough rows, a rank gets a micro-batch of `NO_ROW` without indices. This micro-batch must
-        also go through the model, but its results are not used.
+        All ranks get the same number of micro-batches. A rank without enough rows gets
+        micro-batches of `NO_ROW`, without indices. These must also go through the model, but their
+        results are not used.
 
         Args:
             rows: any number, in any order.
             whole_groups: whether to keep the rows of a group in one micro-batch.
-            score_all: whether every completion token is scored, not the trained ones alone.
+            score_all: whether to score all completion tokens, or only the trained tokens.
 
         Raises:
-            StepError: if a row has a token id outside the vocabulary; nothing was yielded.
+            StepError: before the first yield, if a row has a token id outside the vocabulary.
         """
         self._check_ids(rows)
         max_tokens = self.compute.micro_batch_tokens
@@ -398,9 +397,9 @@ class Policy:
         )
 
     def _check_ids(self, rows: Sequence[TrainingRow]) -> None:
-        """Raise if a row has an id outside the vocabulary.
+        """Raise an error if a row has an id outside the vocabulary.
 
-        On a GPU the lookup of such an id would end the process.
+        On a GPU, looking up such an id ends the process.
         """
         if not rows:
             return
@@ -417,7 +416,7 @@ class Policy:
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name, without copying them.
 
-        Tied tensors are returned once. If an adapter is trained, only its tensors are returned.
+        Tied tensors are returned once. For an adapter, only the adapter's tensors are returned.
         """
         named = distinct_tensors(self.model) if self._adapter is None else dict(self._adapter)
         if self._masters is None:
@@ -427,7 +426,7 @@ class Policy:
     def parameters(self) -> dict[str, Tensor]:
         """Return the trained tensors by name, in float32, without copying them.
 
-        Tied tensors are returned once. A caller that changes the tensors must then call `round`.
+        Tied tensors are returned once. After changing the tensors, call `round`.
         """
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
@@ -435,7 +434,7 @@ class Policy:
         """Overwrite all weights in place, or only the adapter's weights.
 
         Raises:
-            DataError: if a name or a shape differs from the model's; nothing is changed then.
+            DataError: if a name or a shape differs from the model's. Then no weight is changed.
         """
         self.check(tensors)
         with torch.no_grad():
@@ -444,7 +443,7 @@ class Policy:
         self.round()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if `load` cannot take these tensors.
+        """Raise an error if `load` cannot take these tensors.
 
         Raises:
             DataError: if a name or a shape differs from the model's.
@@ -463,7 +462,7 @@ class Policy:
                 )
 
     def round(self) -> None:
-        """Round changed master weights into a model that computes in 16 bits."""
+        """Round the master weights into the model, if the model computes in 16 bits."""
         if self._masters is not None:
             self._masters.round()
 
@@ -475,12 +474,12 @@ class Policy:
         Args:
             batch: the micro-batch, on this policy's device.
             inv_temperature: 1 / sampling temperature.
-            entropy: whether entropies are computed, and whether they have a gradient.
+            entropy: whether to compute entropies, and whether with a gradient.
 
         Returns:
-            [B, T] log-probabilities in nats with gradient, 0 where masked. Then [N] entropies in
-            nats of the distributions at the N scored tokens. If `entropy` is "none", the second
-            tensor is empty. If a token has a support, its distribution is over the support.
+            [B, T] log-probabilities in nats with gradient, 0 where masked. Then the [N] entropies
+            in nats at the N scored tokens, or an empty tensor if `entropy` is "none". A token with
+            a support (the ids that it was drawn from) is scored on the support alone.
         """
         logprobs, entropies = self._compute(self._scores, batch, inv_temperature, entropy)
         logprobs = batch.spread(logprobs)
@@ -489,7 +488,7 @@ class Policy:
     def _scores(
         self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [N] log-probabilities and, unless `entropy` is "none", [N] entropies, nats."""
+        """Return [N] log-probabilities and [N] entropies in nats; no entropies for "none"."""
         states, head = self.predictors(batch)
         token_ids, compute = batch.pick(batch.token_ids), self.compute
         settings: dict[str, Any] = {
@@ -520,7 +519,7 @@ class Policy:
     def further_logprobs(
         self, batch: MicroBatch, *, inv_temperature: float, entropy: EntropyMode = "value"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of `logprobs`, and the log-probabilities of the tokens' likely ids.
+        """Return the results of `logprobs`, and log-probabilities of the likely ids.
 
         Args:
             batch: the micro-batch, on this policy's device, with M likely ids.
@@ -555,7 +554,7 @@ class Policy:
     def token_losses(
         self, batch: MicroBatch, *, clip: RatioClip, inv_temperature: float
     ) -> TokenLosses:
-        """Return each token's clipped loss and log-probability, from one fused operation.
+        """Return the clipped loss and log-probability of each token, from one fused operation.
 
         Args:
             batch: the micro-batch, on this policy's device.
@@ -597,7 +596,7 @@ class Policy:
     def _compute(self, compute: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that computes with the model.
 
-        All ranks call this method together. A sharded model can compute only within this call.
+        All ranks call this method together. A sharded model computes only within this call.
         """
         if self._root is None:
             return compute(*arguments)
@@ -606,9 +605,9 @@ class Policy:
     def from_predictors(
         self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Call `compute` with the result of `predictors`, and return its result.
+        """Return the result of `compute`, called with the result of `predictors`.
 
-        The LM head is whole during the call.
+        During the call, the LM head is complete.
         """
         found: tuple[Tensor] = self._compute(lambda: (compute(*self.predictors(batch)),))
         return found[0]
@@ -642,7 +641,7 @@ class Policy:
         return packing.arguments(segments, kernel)
 
     def _choose_rows(self) -> str | None:
-        """Switch to packed rows if the model can take them. Otherwise return the reason."""
+        """Switch to packed rows; return the reason if the model cannot take packed rows."""
         if not self.compute.packs:
             return "it was asked for"
         attention = self.compute.attn_implementation
@@ -660,7 +659,7 @@ class Policy:
         return fault
 
     def _check_logits(self, dtype: torch.dtype) -> None:
-        """Raise if the logits of a few tokens differ from hidden states times LM head."""
+        """Raise an error if the logits of a few tokens differ from hidden states times LM head."""
         try:
             with torch.no_grad():
                 expected, logits = self._compute(self._logits_in_two_ways, dtype)
@@ -697,18 +696,18 @@ class Policy:
 
 
 def float32_attention(attn_implementation: str) -> str:
-    """Return the name of an attention that computes the same function in float32."""
+    """Return the name of the attention code that computes the same function in float32."""
     return "auto" if attn_implementation == FLASH else attn_implementation
 
 
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
-    """Return a frozen model that scores in float32. Its weights are loaded later.
+    """Return a frozen model that scores in float32, before its weights are loaded.
 
-    The model is sharded if `compute` has several ranks. Flash attention cannot compute in float32,
-    so an attention that computes the same function replaces it.
+    The model is sharded if `compute` has several ranks. Flash attention is replaced, because it
+    cannot compute in float32.
 
     Raises:
-        DataError: if the source does not make up a model.
+        DataError: if the source is no complete model.
     """
     compute = replace(
         compute,
@@ -722,9 +721,9 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
 
 @contextmanager
 def _positions_unchecked() -> Iterator[None]:
-    """Keep transformers from checking whether positions restart within a padded row.
+    """Switch off transformers' check for positions that restart within a padded row.
 
-    Positions never do that here, and the check would make the host wait for a GPU.
+    Here positions never restart, and the check would make the host wait for a GPU.
     """
     find = getattr(masking_utils, "find_packed_sequence_indices", None)
     if find is None:  # another release of transformers
@@ -738,10 +737,9 @@ def _positions_unchecked() -> Iterator[None]:
 
 
 def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
-    """Return the float32 model on its device.
+    """Build the float32 model on its device.
 
-    A model that will be sharded is built on the CPU without weights. It takes no memory there,
-    since its pages are never written.
+    A model that will be sharded is built on the CPU without weights, where it takes no memory.
     """
     device = compute.device
     options: dict[str, Any] = {
@@ -780,16 +778,15 @@ def _build(model_dir: Path, compute: Compute, *, has_weights: bool) -> Any:
 
 
 def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | None = None) -> int:
-    """Check that a model can be trained, without reading weights. Return its vocabulary size.
+    """Check that a model can be trained, without reading weights; return the vocabulary size.
 
     Args:
         source: the model to load.
-        compute: where and how it would compute.
-        weights: directory of the model's weights, whose files are checked; None for no such check.
+        compute: the settings of the model's computations.
+        weights: directory of weights whose files to check; None to check no files.
 
     Raises:
-        EchoError: the error that `Policy` would raise. Errors from the weights' values are not
-            found.
+        EchoError: the error that `Policy` would raise, except errors from the values of weights.
     """
     _check_types(compute)
     alone = replace(compute, device=torch.device("meta"), ranks=ALONE)
@@ -806,7 +803,7 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
 
 
 def _fills(compute: Compute) -> Fills:
-    """Return the kinds of rows that are filled on this device (`RowSizes.fills`)."""
+    """Return the value of `RowSizes.fills` for this device."""
     if compute.dtype == torch.float32:
         return "nothing"
     return "rows" if compute.device.type == "cpu" else "widths"
@@ -826,7 +823,7 @@ def _check_types(compute: Compute) -> None:
 
 
 def _check_layers(model: Any, compute: Compute) -> None:
-    """Raise if the model lacks layers that can be recomputed, offloaded or compiled as asked."""
+    """Raise an error if the layers cannot be recomputed, offloaded or compiled as required."""
     name, checkpointing = type(model).__name__, compute.gradient_checkpointing
     if checkpointing and not model.supports_gradient_checkpointing:
         raise EngineError(

@@ -1,8 +1,8 @@
 """Scores of rollouts under published weights, by a frozen model beside the trained one.
 
-The frozen model computes in float32, and is sharded over the ranks as the trained model is. It
-takes the trainer's weights rounded as for publication, or the weights of a version from a file.
-Each rank reads its own rows of that file, so no rank holds a whole model.
+The frozen model computes in float32, and is sharded like the trained model. Its weights are the
+trainer's weights, rounded as for publication, or the weights of a version from a file. Each rank
+reads only its own rows of the file.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from echo.train.models.policy import Compute, ModelSource, frozen_policy
 from echo.train.ranks import sharding
 
 ROWS_AT_ONCE = 256
-"""Number of tokens whose full logits are computed at a time. The full logits of a token give the
-probability mass that truncation leaves.
+"""Number of tokens whose full logits are computed at a time, to find the probability that
+truncation leaves.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescoring:
-    """How tokens are scored again: sampling distribution and rounding of weights."""
+    """Settings of re-scoring: the sampling distribution and the rounding of weights."""
 
     sampling: Sampling
     """Sampling settings of the workers."""
     published_dtype: torch.dtype
-    """Dtype that versions are rounded to when they are published."""
+    """dtype to which published versions are rounded."""
 
 
 class Rescorer:
-    """A frozen model that scores tokens under the weights of one version at a time."""
+    """A frozen model that scores tokens under one version's weights at a time."""
 
     def __init__(self, source: ModelSource, compute: Compute, rescoring: Rescoring) -> None:
         """Build the model. `take` or `load` provides its first weights.
 
         Args:
             source: the source of the trained model.
-            compute: where and how the trained model computes.
+            compute: the settings of the trained model's computations.
             rescoring: the sampling distribution and the rounding.
         """
         source = ModelSource(model_dir=source.model_dir, lora=source.lora)
@@ -56,9 +56,9 @@ class Rescorer:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the trainer's weights and round them as for publication.
+        """Copy the trainer's weights, rounded as for publication.
 
-        The weights are sharded in the same way as this model.
+        `weights` must be sharded in the same way as this model.
         """
         self.policy.load(weights)
         for name, tensor in self.policy.tensors().items():
@@ -67,7 +67,7 @@ class Rescorer:
                 part.copy_(part.to(self._rescoring.published_dtype))
 
     def load(self, version: Path) -> None:
-        """Take the weights of a published version from its safetensors file.
+        """Load the weights of a published version from its safetensors file.
 
         Raises:
             StorageError: on all ranks, if one of them cannot read the file.
@@ -75,12 +75,12 @@ class Rescorer:
         self.policy.load(read_version(version, self.policy.compute.ranks))
 
     def score(self, micro: MicroBatch) -> Tensor:
-        """Return log-probabilities and logs of the kept mass, [B, T, 2].
+        """Return log-probabilities, and logs of the probability kept by truncation; [B, T, 2].
 
-        A token with a support is scored on its support, so truncation leaves all the mass.
+        For a token with a support (the ids that it was drawn from), the kept probability is 1.
 
         Args:
-            micro: micro-batch on this model's device; all ranks call this together.
+            micro: micro-batch on this model's device. All ranks call this method together.
         """
         sampling = self._rescoring.sampling
         inv_temperature = 1.0 / sampling.temperature
@@ -121,9 +121,9 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
 
 
 def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
-    """Return the logs of the probability that min_p, top_k and top_p leave, [N].
+    """Return the log of the probability that min_p, top_k and top_p leave at each token, [N].
 
-    The token was drawn. So it always counts as kept, even if rounding here would exclude it.
+    The drawn token always counts as kept, even if rounding would exclude it here.
     """
     masses = []
     whole = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)

@@ -1,11 +1,11 @@
-"""Division of a batch's rows into micro-batches, packed or padded.
+"""Planning of micro-batches: the division of a batch's rows, packed or padded.
 
 Packed rows have no padding, and rollouts of one prompt can share the prompt. But without a varlen
-kernel, attention is called once for each run of equal segments. A small model with many lengths
-spends more time in these calls than on padding. On some GPUs attention of padded rows is also
-faster. So both layouts are planned, and the cheaper one is taken. The cost counts the model's
-operations on rollouts and padding, and the calls of attention. Ranks make the same plan from the
-same rows.
+kernel (attention.py), attention is called once for each run of equal segments. A small model with
+many lengths spends more time in these calls than on padding. On some GPUs, attention is also faster
+for padded rows. So both layouts are planned, and the cheaper layout is used. The cost counts the
+model's operations on rollouts and padding, and the calls of attention. All ranks make the same plan
+from the same rows.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from echo.train.models.flops import ModelFlops
 from echo.train.ranks.sharding import Ranks
 
 CALL_FLOPS = {"cpu": 6e6, "cuda": 5e9}
-"""Cost of one call of attention, forward and backward, beside its products. Each call takes a fixed
+"""Fixed cost of one call of attention, forward and backward, in operations. Each call takes a fixed
 time for the host's code and, on a GPU, for some forty launches. The cost is the number of
 operations that the device could make in that time.
 """
 
 
 Spans = list[tuple[int, int]]
-"""For each of a row's segments, its number of tokens and the number of tokens before it."""
+"""For each segment of a row: its number of tokens, and the number of earlier tokens that it attends
+to.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPlan:
-    """The micro-batches that a batch of rows is divided into."""
+    """The division of a batch's rows into micro-batches."""
 
     bins: list[list[int]]
     """For each of this rank's micro-batches, the indices of its rows."""
     units: Sequence[int]
-    """For each row, the number of its unit. In a packed row, neighbours of the same unit share
-    their prompt.
+    """For each row, the number of its unit: rows of one unit may share their prompt in a packed
+    row.
     """
     is_packed: bool
     shares_tokens: bool
@@ -54,7 +56,7 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRules:
-    """Properties of a model and its device that decide how rows are laid out."""
+    """Properties of a model and its device that determine the layout of rows."""
 
     flops: ModelFlops
     kernel: Kernel
@@ -64,7 +66,7 @@ class RowRules:
     can_pack: bool
     """Whether the model keeps rollouts of a packed row apart."""
     can_pad: bool
-    """Whether rows may be padded although the model can take packed rows."""
+    """Whether padded rows are allowed for a model that can take packed rows."""
     can_share_prompts: bool
 
     def plan(
@@ -156,9 +158,9 @@ class RowRules:
         return sum(row(before + length, 0) - row(before, 0) for length, before in spans)
 
     def _attended(self, spans: Spans) -> float:
-        """Return the extra operations that slower attention in a packed row costs.
+        """Return the extra cost of slower attention in a packed row, in operations.
 
-        Segments without dense products pay this cost.
+        Only segments without dense products have this cost.
         """
         attention, long_from = self.flops.attention_of, self.kernel.long_from
         slow = sum(
@@ -178,11 +180,10 @@ def _in_a_line(
     units: Sequence[int],
     long_from: int | None,
 ) -> list[int]:
-    """Return the rows of a micro-batch, with rows of one prompt side by side.
+    """Return the order of a micro-batch's rows, with rows of one prompt side by side.
 
-    Long rows come first, so that they are the start of the packed row. Within a unit, and among
-    rows that share no prompt, the longest comes first. Neighbours of equal length save calls if
-    there is no varlen kernel.
+    Rows of at least `long_from` tokens come first. Within a unit, and among rows without a shared
+    prompt, the longest row comes first, because neighbours of equal length save calls of attention.
     """
     sizes = Counter(units[index] for index in indices)
 
@@ -196,7 +197,7 @@ def _in_a_line(
 
 
 def _alone(row: TrainingRow) -> Spans:
-    """Return the spans of a row whose chains share no tokens."""
+    """Return the spans of a row's chains, which share no tokens here."""
     return [(length, 0) for length in row.chain_inputs]
 
 

@@ -1,9 +1,9 @@
-"""Warm-up of the tiny model by supervised training on demonstrations.
+"""Warm-up of a tiny model by supervised training on demonstrations.
 
-The model is trained for a few hundred steps on a task's own demonstrations and then measured on
+The model is trained for a few hundred steps on a task's demonstrations and then measured on
 held-out prompts. The result depends on the machine's arithmetic, so the model is accepted only if
-its pass rate is in the recipe's range. Otherwise the next attempt makes more or fewer steps, with
-the next seed. An accepted model is stored under the hash of everything that it was made from.
+its pass rate is in the recipe's range. Otherwise the next attempt has the next seed, and more or
+fewer steps. An accepted model is stored under a hash of all its inputs.
 
 The caller passes the task, since this layer may not import tasks. `Demonstrator` has the methods of
 a task that a warm-up calls; `echo.tasks.task.GeneratedTask` implements them.
@@ -42,12 +42,10 @@ from echo.engine.model import (
 )
 
 FORMAT = 1
-"""Version of the code below. Raise it with each change of the code that makes a recipe give another
-model than before.
-"""
+"""Version of the code below. Raise the number with each change that changes the resulting model."""
 
 IGNORED = -100
-"""The label of tokens that cross_entropy ignores."""
+"""Label of tokens that `cross_entropy` ignores."""
 
 MAX_ATTEMPTS = 3
 
@@ -68,11 +66,11 @@ class WarmupView(Protocol):
     """A view that shows the progress of a warm-up."""
 
     def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
-        """Show a step and its loss; the pass rate is None before its first measurement."""
+        """Show a step and its loss; `pass_rate` is None before the first measurement."""
 
 
 class Demonstrator(Protocol):
-    """The parts of a task that a warm-up needs."""
+    """The methods of a task that a warm-up calls."""
 
     max_completion_tokens: int
 
@@ -80,10 +78,10 @@ class Demonstrator(Protocol):
         """Draw a training prompt and a completion to imitate."""
 
     def example(self, index: int, *, split: str) -> Any:
-        """Return example `index` of a split, with its `prompt`."""
+        """Return example `index` of a split, with the key `prompt`."""
 
     def reward(self, example: Any, completion: str) -> float:
-        """Return 1 if the completion is a right answer to the example, else 0."""
+        """Return 1 if the completion answers the example correctly, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +92,7 @@ class WarmupRecipe:
     min_pass_rate: float
     max_pass_rate: float
     batch_size: int = 24
-    """Number of demonstrations in a step. With 64 demonstrations and a learning rate of 2e-3, a
-    model takes twice the time to reach the same pass rate.
-    """
+    """Number of demonstrations in a step."""
     learning_rate: float = 3e-3
     num_warmup_steps: int = 50
     decay_share: float = 0.3
@@ -108,7 +104,7 @@ class WarmupRecipe:
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """Return the learning rate of a step; steps count from 1.
 
-        Over the steps the rate first rises, then stays level, and at last falls.
+        The rate rises, then stays constant, and finally falls.
         """
         rising = step / self.num_warmup_steps
         falling = (num_steps - step + 1) / (self.decay_share * num_steps)
@@ -122,9 +118,9 @@ class WarmModel:
     path: Path
     """The model's Hugging Face directory."""
     pass_rate_sampled: float
-    """Share of held-out prompts that the model answers right at temperature 1."""
+    """Share of held-out prompts that the model answers correctly at temperature 1."""
     pass_rate_greedy: float
-    """Share of held-out prompts that the model answers right by greedy sampling."""
+    """Share of held-out prompts that the model answers correctly by greedy sampling."""
 
 
 RECIPES = {
@@ -144,19 +140,19 @@ def make_warm_model(
     head_dim: int = HEAD_DIM,
     view: WarmupView | None = None,
 ) -> WarmModel:
-    """Return a warmed-up tiny model, made if `directory` lacks it.
+    """Return a warmed-up tiny model; make the model if `directory` lacks it.
 
     Args:
         task_name: "addition" or "countdown".
         directory: directory of warmed-up models, with one sub-directory for each recipe and seed.
-        task: the task of that name, as `load_task` builds it.
+        task: the task, as `load_task` builds it.
         seed: seed of the weights, the demonstrations and the measurement.
         head_dim: width of the model's attention heads.
         view: shows every step of a new warm-up; None shows nothing.
 
     Raises:
         ConfigError: if the task has no recipe.
-        EngineError: if no attempt ends in the recipe's range of pass rates.
+        EngineError: if no attempt reaches the recipe's range of pass rates.
         StorageError: if the disk is full or not writable.
     """
     path = warm_model_path(task_name, directory, task=task, seed=seed, head_dim=head_dim)
@@ -186,10 +182,7 @@ def warm_model_path(
 def pass_rate(
     model: Qwen3ForCausalLM, task: Demonstrator, num_prompts: int, *, greedy: bool, seed: int
 ) -> float:
-    """Return the share of held-out prompts that the model answers right.
-
-    The first `num_prompts` held-out prompts are used.
-    """
+    """Return the share of `num_prompts` held-out prompts that the model answers correctly."""
     tokenizer = build_tokenizer()
     examples = [task.example(index, split="heldout") for index in range(num_prompts)]
     prompts = tokenizer([str(example.prompt) for example in examples])["input_ids"]
@@ -267,7 +260,7 @@ def _train(
 def _demonstrations(
     task: Demonstrator, tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and labels, [batch_size, longest]. Prompts and padding are IGNORED."""
+    """Return ids and labels, [batch_size, longest]; prompts and padding have the label IGNORED."""
     pairs = [task.demonstration(rng) for _ in range(batch_size)]
     texts = tokenizer([prompt + completion for prompt, completion in pairs])["input_ids"]
     rows = [[*ids, EOS_ID] for ids in texts]
@@ -286,7 +279,7 @@ def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
 
 
 def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -> str:
-    """Return the hash of everything that makes a model, except packages and code."""
+    """Return a hash of all inputs of a model, except packages and code."""
     rng = random.Random(seed)
     made_from = {
         "recipe": asdict(RECIPES[task_name]),
@@ -309,7 +302,7 @@ def _read_result(path: Path) -> WarmModel | None:
 
 
 def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> WarmModel:
-    """Put model and result at `path` by one rename, so that half a model is never found."""
+    """Write model and result to `path`, by one rename: no incomplete model is ever visible."""
     rates = {
         "pass_rate_sampled": result.pass_rate_sampled,
         "pass_rate_greedy": result.pass_rate_greedy,
@@ -335,7 +328,7 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread. On so small a model, a second thread mostly waits."""
+    """Limit torch to one thread: with so small a model, a second thread mostly waits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

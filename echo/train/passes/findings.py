@@ -1,8 +1,8 @@
 """Findings of forward and backward passes, and the metrics computed from them.
 
-A finding is a sum over the N tokens that went through the loss. It has the name of the metric that
-is computed from it. Three kinds of findings are not sums over tokens: the loss itself, the largest
-ratio (a maximum), and the sums over rollouts.
+A finding is a sum over the tokens that went through the loss, named like the metric computed from
+it. Three kinds of findings are no sums over tokens: the loss itself, the largest ratio (a maximum),
+and the sums over rollouts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Sums = dict[str, float]
 def gather_findings(
     parts: Sequence[Mapping[str, Tensor]], by_group: Sequence[Tensor], ranks: Ranks
 ) -> tuple[Sums, list[list[float]]]:
-    """Return the sums of all micro-batches and ranks, and the sums by group.
+    """Return sums over all micro-batches and ranks, and sums by group.
 
-    The host waits for the device once.
+    The host waits for the device only once.
 
     Args:
         parts: for each micro-batch of this rank, scalars on the device by name.
@@ -41,7 +41,7 @@ def gather_findings(
         ranks: the ranks that call this function together.
 
     Returns:
-        The sums by name, and G rows of K sums; [] if no rank has parts.
+        The sums by name, and G rows of K sums. The rows are [] if no rank has parts.
     """
     names = [name for part in parts for name in part]
     values = [value.double() for part in parts for value in part.values()]
@@ -65,7 +65,7 @@ def gather_findings(
 
 
 def pass_metrics(passes: Sequence[Sums]) -> dict[str, float]:
-    """Return the metrics of a step: loss, ratios, entropy, clips.
+    """Return a step's metrics: loss, ratios, entropy, clips.
 
     Args:
         passes: the findings of each update; the step's loss is the mean of the updates' losses.

@@ -1,12 +1,11 @@
 """The gradient of a batch under a loss, micro-batch by micro-batch.
 
-Each micro-batch goes forward through the policy, the reference and the loss, and then backward.
-Gradients add up on the parameters. Every loss is divided by counts of the whole batch. So the
+Each micro-batch goes forward through the policy, the reference and the loss, and then backward. The
+parameters accumulate the gradients. Every loss is divided by counts of the whole batch, so the
 division into micro-batches does not change the gradient.
 
-A loss may declare further needs (algo/loss.py), which this module fulfils: whole groups in a
-micro-batch, the group's expectation, a first pass over the batch, entropies, the proximal policy,
-the reference.
+A loss may declare needs (algo/loss.py). This module provides the needed inputs, such as entropies
+or a reference.
 
 Shapes: B rollouts of a micro-batch, T completion tokens (padded), N trained tokens of the
 micro-batch.
@@ -44,12 +43,12 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFindings:
-    """Sums over a batch's tokens. All ranks have the same sums."""
+    """Sums over the tokens of a batch, the same on all ranks."""
 
     sums: Sums
-    """Sums over trained tokens by metric (findings.py), and the loss as "loss/policy"."""
+    """Sums over trained tokens, by metric (findings.py); the loss as "loss/policy"."""
     by_group: Mapping[int, Mismatch]
-    """Group id -> difference between the worker's log-probabilities and the learner's."""
+    """Group id -> mismatch between the worker's and the learner's log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,13 +64,13 @@ class _Scored:
     likely ids.
     """
     tokens: TokenLosses | None = None
-    """Clipped token losses with gradient; None if the scores were not fused with the loss."""
+    """Clipped token losses with gradient; None if the loss was not fused with the scoring."""
 
     @property
     def no_loss(self) -> Tensor:
         """Return a loss of 0 with a gradient of 0.
 
-        It is for a pass that only other ranks need.
+        Used for a pass that only other ranks need.
         """
         return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 
@@ -83,16 +82,14 @@ class _RankFindings:
     by_group: list[Tensor] = field(default_factory=list)
     """For each micro-batch, [G, 6] sums for the G groups of the batch."""
     passed: list[tuple[list[tuple[int, int]], int, bool]] = field(default_factory=list)
-    """For each micro-batch, the arguments of `Speedometer.passed`: its spans, its number of trained
-    tokens, and whether it is packed.
-    """
+    """For each micro-batch, the arguments of `Speedometer.passed`."""
     has_failed: bool = False
-    """Whether the loss has raised an error on a micro-batch of this rank."""
+    """Whether the loss has raised an error on this rank."""
 
     def gather(self, group_ids: Sequence[int], ranks: Ranks) -> BatchFindings:
         """Return the findings of all ranks together.
 
-        All ranks call this method. The host of each rank waits for its device once.
+        All ranks call this method. Each host waits for its device once.
         """
         sums, table = gather_findings(self.sums, self.by_group, ranks)
         by_group = {
@@ -102,16 +99,16 @@ class _RankFindings:
 
 
 class Gradients:
-    """Adds the gradient of batches to the parameters of the policy."""
+    """Computes gradients of batches, accumulated on the policy's parameters."""
 
     def __init__(
         self, models: Models, scores: TokenScores, speed: Speedometer, *, inv_temperature: float
     ) -> None:
-        """Store the models, and the parts that score and count micro-batches.
+        """Store the parts that compute, score and count micro-batches.
 
         Args:
             models: the policy, whose parameters get the gradient, and the reference.
-            scores: computes the reference's scores of a micro-batch, and the policy's of a batch.
+            scores: scores a micro-batch by the reference, and a batch by the policy.
             speed: counts the micro-batches that go through the policy.
             inv_temperature: 1 / sampling temperature.
         """
@@ -121,16 +118,16 @@ class Gradients:
         self._inv_temperature = inv_temperature
 
     def add(self, batch: StepBatch, loss: Loss, *, step_count: int) -> BatchFindings:
-        """Add the gradient of a batch to the gradient that the parameters have.
+        """Add the gradient of a batch to the parameters' present gradient.
 
         Args:
             batch: the rows, and the counts that the loss divides by.
             loss: the loss to differentiate.
-            step_count: number of the step that made the present weights.
+            step_count: number of the step that produced the present weights.
 
         Raises:
-            MemoryShortageError: if this process trains alone, and its memory was too small. The
-                gradient on the parameters is then incomplete, as after any other error.
+            MemoryShortageError: if this process trains alone, and its memory was too small. After
+                any error, the gradient on the parameters is incomplete.
             StepError: on all ranks, if the loss raised an error on any rank.
         """
         if not batch.samples:
@@ -154,10 +151,10 @@ class Gradients:
     def _make_round(
         self, inputs: _BatchInputs, found: _RankFindings, indices: Sequence[int], micro: MicroBatch
     ) -> StepError | None:
-        """Put a micro-batch through the policy, forward and backward. Return this rank's error.
+        """Put a micro-batch through the policy, forward and backward; return this rank's error.
 
-        If the loss has already failed on this rank, the micro-batch goes through the model without
-        a loss. Otherwise the other ranks would wait.
+        If the loss has already failed on this rank, the micro-batch still goes through the model,
+        with a loss of 0, because the other ranks wait for this pass.
         """
         failure: StepError | None = None
         objective: Tensor | None = None
@@ -185,8 +182,8 @@ class Gradients:
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
         """Return the policy's scores of a micro-batch, fused with the loss if possible.
 
-        The fused kernel computes the logits of the whole vocabulary. So the loss is not fused if a
-        token was drawn from only a part of it.
+        The fused kernel uses the whole vocabulary. So the loss is not fused if a token was drawn
+        from a part of the vocabulary.
         """
         policy = self._models.policy
         fused_clip = loss.fused_clip if isinstance(loss, ClippedTokenLoss) else None
@@ -216,7 +213,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _BatchInputs:
-    """A loss, and the inputs that are equal for all micro-batches of a batch."""
+    """A loss, and the inputs that all micro-batches of a batch have in common."""
 
     batch: StepBatch
     loss: Loss
@@ -231,8 +228,7 @@ class _BatchInputs:
         Args:
             scored: the policy's scores.
             micro: the micro-batch, on the device.
-            reference: [B, T] log-probabilities under the reference, nats; None if there is no
-                reference.
+            reference: [B, T] log-probabilities under the reference, nats; None without a reference.
         """
         inputs = replace(self._of(micro, scored.logprobs), reference_logprobs=reference)
         if scored.tokens is not None:

@@ -1,14 +1,14 @@
-"""Passes of rows through the models, in rounds of a micro-batch each.
+"""Passes of rows through the models. A round of a pass is one micro-batch on each rank.
 
-Several ranks make a pass together (ranks/sharding.py). Within a round all ranks make the same calls
-to a model in the same order. A rank also makes these calls if its own micro-batch has failed or has
-no row. A rank that runs out of memory within a pass ends the job.
+Several ranks make a pass together (ranks/sharding.py). In a round all ranks make the same calls to
+a model in the same order, even a rank whose micro-batch has failed or is empty. A rank that runs
+out of memory ends the job.
 
-A process that trains alone and runs out of memory repeats the pass in smaller micro-batches. If a
-single rollout is too large, the batch is refused.
+If a process that trains alone runs out of memory, it repeats the pass in smaller micro-batches. If
+a single rollout is too large, the batch is refused.
 
-An error in a computation on a batch becomes a `StepError`, unless it is one of `FATAL_ERRORS`. When
-a `StepError` is raised, no weight has changed, so the run can go on.
+An error in a computation on a batch becomes a `StepError`. Then no weight has changed, and the run
+can go on. `FATAL_ERRORS` are raised unchanged.
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ T = TypeVar("T")
 
 MakeRound = Callable[[Sequence[int], MicroBatch], StepError | None]
 """A function that puts a micro-batch through a model. Its arguments are the indices of this rank's
-rows, and the micro-batch of these rows on the device. If the rank has no rows, there are no
-indices. The function returns an error that only this rank has had, or None.
+rows (none for an empty micro-batch), and the micro-batch on the device. It returns an error of this
+rank, or None.
 """
 
 FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of the settings, the machine or the device, which any other batch would cause as well."""
+"""Errors of the settings, the machine or the device, which every batch would cause."""
 
 
 @contextmanager
 def as_step_errors() -> Iterator[None]:
-    """Turn a non-fatal error of the `with` block into a `StepError`.
-
-    The block computes on a batch.
-    """
+    """Raise non-fatal errors of the `with` block as `StepError`."""
     try:
         yield
     except StepError:
@@ -63,7 +60,7 @@ def make_rounds(
     make_round: MakeRound,
     compute: Compute,
 ) -> None:
-    """Make the rounds of one pass, on all ranks together.
+    """Make all rounds of one pass, on all ranks together.
 
     Args:
         micro_batches: this rank's micro-batches on the CPU, each with the indices of its rows.
@@ -94,7 +91,7 @@ def make_rounds(
 
 
 class Passes:
-    """Makes passes, and repeats a pass in smaller micro-batches if memory was too small."""
+    """Makes passes. If memory is too small, a pass is repeated in smaller micro-batches."""
 
     def __init__(self, models: Models, speed: Speedometer) -> None:
         self._models = models
@@ -109,13 +106,13 @@ class Passes:
         step: int,
         can_begin_again: bool = True,
     ) -> T:
-        """Make a pass. Repeat it in smaller micro-batches while memory is too small.
+        """Make a pass; repeat the pass in smaller micro-batches while memory is too small.
 
         Args:
             rows: the rows of the pass.
             make_pass: makes the pass once.
-            step: number of the step under way, from 1, for the notice to the operator.
-            can_begin_again: whether the pass can be repeated; False if gradients of earlier calls
+            step: number of the present step, from 1, for the notice to the operator.
+            can_begin_again: whether the pass may be repeated; False if gradients of earlier calls
                 would be lost.
 
         Returns:
@@ -145,10 +142,10 @@ class Passes:
     def _take_smaller_micro_batches(
         self, rows: Sequence[TrainingRow], shortage: MemoryShortageError, *, step: int
     ) -> None:
-        """Set the limit to half of the too large micro-batch, and add a notice.
+        """Set the limit to half of the micro-batch that was too large, and add a notice.
 
         Raises:
-            StepError: if that micro-batch cannot be divided.
+            StepError: if the micro-batch cannot be divided.
         """
         num_tokens = shortage.num_tokens
         size = sum(row.num_inputs for row in rows)

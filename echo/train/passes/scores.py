@@ -1,12 +1,12 @@
 """Scores of tokens by a pass without a gradient.
 
     of_rows       the policy's log-probability of every completion token
-    of_batch      log-ratio and advantage of every trained token, for a loss that needs them
+    of_batch      log-ratio and advantage of every trained token, if the loss needs these
     of_reference  the reference's log-probabilities of one micro-batch, within a training pass
     of_version    a published version's scores of every completion token
 
-Log-probabilities are in nats, at the sampling temperature, of the whole distribution: top-k and
-top-p are not applied. All ranks call each method together and get the same result.
+Log-probabilities are in nats, at the sampling temperature, without top-k and top-p. All ranks call
+each method together and get the same result.
 
 Shapes: R rows, T completion tokens of a row, B rows of a micro-batch, N trained tokens of a batch.
 """
@@ -31,20 +31,20 @@ RowScores = list[npt.NDArray[np.float32]]
 
 
 class TokenScores:
-    """Scores tokens by the policy and by the frozen models beside it, without a gradient."""
+    """Scores tokens by the policy and by the frozen models, without a gradient."""
 
     def __init__(self, models: Models, *, inv_temperature: float) -> None:
         """Store the models that score.
 
         Args:
-            models: the policy, and the frozen models beside it.
+            models: the policy and the frozen models.
             inv_temperature: 1 / sampling temperature.
         """
         self._models = models
         self._inv_temperature = inv_temperature
 
     def of_rows(self, rows: Sequence[TrainingRow]) -> RowScores:
-        """Return the policy's [T] log-probabilities of each row, masked tokens included.
+        """Return the policy's log-probabilities [T] for each row, including masked tokens.
 
         Raises:
             MemoryShortageError: if this process trains alone, and its memory was too small.
@@ -52,7 +52,7 @@ class TokenScores:
         return _score_rows(rows, self._models.policy, self._policy_logprobs)
 
     def of_version(self, rows: Sequence[TrainingRow]) -> RowScores:
-        """Return each row's scores under the weights that the rescorer holds, [T, 2].
+        """Return the scores [T, 2] of each row under the rescorer's present weights.
 
         Returns:
             Log-probability of each token, and the log of the mass that top_k and top_p leave.
@@ -76,11 +76,11 @@ class TokenScores:
 
     @torch.no_grad()
     def of_batch(self, rows: Sequence[TrainingRow], needs: LossNeeds) -> BatchScores:
-        """Return the log-ratio and the advantage of every trained token of a batch, [N] each.
+        """Return log-ratio and advantage of every trained token of a batch, [N] each.
 
         Args:
             rows: the rows of the batch.
-            needs: needs of the loss, which determine whether groups stay whole.
+            needs: needs of the loss, such as whole groups.
 
         Raises:
             MemoryShortageError: if this process trains alone, and its memory was too small.
@@ -114,11 +114,11 @@ class TokenScores:
 def _score_rows(
     rows: Sequence[TrainingRow], policy: Policy, score: Callable[[MicroBatch], Tensor]
 ) -> RowScores:
-    """Return [T, ...] scores of every completion token of each row.
+    """Return the scores [T, ...] of the completion tokens of each row.
 
     Args:
         rows: any number of rows, in any order.
-        policy: the model, which divides the rows into micro-batches.
+        policy: divides the rows into micro-batches.
         score: returns the [B, T, ...] scores of a micro-batch.
     """
     scored: list[tuple[Sequence[int], Tensor]] = []

@@ -1,24 +1,24 @@
-"""Ranks of one learner: rank 0 leads, and the others follow its commands.
+"""Ranks: the processes of one learner. Rank 0 leads, and all other ranks follow its commands.
 
     rank 0       event loop, network, ledger, and in its trainer's thread a LeadTrainer
                      |  a command: (name, arguments), over the control group
-    rank 1, 2..  follow(): a Trainer of its own, which does what the command says
+    rank 1, 2..  follow(): a Trainer of its own, which carries out each command
 
 Each use of the weights is a command, which all ranks carry out together. The leader sends the
-command to the others and then carries it out as well. There are two process groups. In the control
-group ranks wait for the next command, for hours if no rollouts arrive. All other communication uses
-the default group. There no rank waits longer than COLLECTIVE_S.
+command and then carries it out too. There are two process groups. In the control group, ranks wait
+for the next command without a limit of time. In the default group, which all other communication
+uses, no rank waits longer than COLLECTIVE_S.
 
-A rank that fails ends the job, and the leader reports which rank it was and why. Each rank writes
-its crash reason into the store through which the ranks found each other.
+A rank that fails ends the job. Each rank writes its crash reason into the shared store of torchrun,
+and the leader reports the failed rank and the reason.
 
-    it raised an error        a reason; its peers notice at once (gloo) or by torchrun's SIGTERM
-    it was killed             no reason; its peers notice in the same way
-    it hangs, or its          no reason; a collective of the others runs out of time: COLLECTIVE_S
+    it raised an error        a reason; other ranks detect it at once (gloo) or by a SIGTERM
+    it was killed             no reason; other ranks detect it in the same way
+    it hangs, or its          no reason; the other ranks detect it after COLLECTIVE_S
     machine is gone
 
-No state is saved then, since no rank has the whole state. The run continues from its last
-checkpoint after a restart by torchrun (`--max-restarts`) or by the user.
+No state is saved after a failure, since no rank has the whole state. After a restart by torchrun
+(`--max-restarts`) or by the user, the run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from echo.wire.codec import decode_group, encode_group
 REASONS_S = 3.0
 """Longest wait, in seconds, for the crash reasons of other ranks after a failure."""
 IDLE = timedelta(days=365)
-"""Longest wait for a command. gloo requires a limit, so this one is long enough for any wait."""
+"""Longest wait for a command. gloo requires a limit, and this limit is never reached."""
 
 # --- how the processes find each other ------------------------------------------------------------
 
@@ -67,16 +67,16 @@ class Launch:
     local_rank: int
     """Number of this process on its machine, counted from 0."""
     prefix: str
-    """Prefix of the keys that the processes write into the store. If the launcher's store outlives
-    a restart, each start has its own prefix. Otherwise the prefix is empty.
+    """Prefix of the processes' keys in the store; "" for no prefix. If the launcher's store
+    outlives a restart, each start has its own prefix.
     """
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Launch:
-        """Return the launch that torchrun's environment variables describe.
+        """Read the launch from torchrun's environment variables.
 
         Raises:
-            ConfigError: if torchrun did not set the variables, or a restart could not work.
+            ConfigError: if torchrun did not set the variables, or cannot restart this learner.
         """
         needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in needed if name not in environment]:
@@ -107,7 +107,7 @@ class Launch:
 
 
 def join(launch: Launch, device_type: str) -> RankGroup:
-    """Wait until all ranks have joined. Return the group.
+    """Wait until all ranks have joined; return the group.
 
     Args:
         launch: the environment from torchrun.
@@ -146,7 +146,7 @@ def form(
     *,
     collective_s: float = COLLECTIVE_S,
 ) -> RankGroup:
-    """Make the process groups of the ranks that use the same store."""
+    """Make the process groups of all ranks with the same store."""
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -166,24 +166,24 @@ def form(
 
 
 class CrashReasons:
-    """The reasons why ranks have ended, kept in the store of all ranks."""
+    """The crash reasons of all ranks, kept in the ranks' shared store."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Keep the store, this rank's number and the number of ranks.
+        """Keep the shared store, this rank's number and the number of ranks.
 
-        The store adds a prefix to each key, so no other user of the store has the same keys.
+        The store must add a prefix to each key, to separate keys of other users.
         """
         self._store, self._rank = store, rank
         self._others = [other for other in range(size) if other != rank]
 
     def leave(self, reason: str) -> None:
-        """Write why this rank ends. The reason is "" if this rank has not failed."""
+        """Write the reason why this rank ends; "" if this rank has not failed."""
         with suppress(RuntimeError):  # the store may be gone with the rank that held it
             self._store.set(f"reason of {self._rank}", reason)
             self._store.add(f"has ended: {self._rank}", 1)
 
     def wait_for_others(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the end of all other ranks. Return whether they ended.
+        """Wait up to `seconds` until all other ranks have ended; return whether all have ended.
 
         Raises:
             RuntimeError: if the process that held the store has ended.
@@ -198,7 +198,7 @@ class CrashReasons:
     def explain(self) -> str:
         """Return a text that names the failed ranks and their reasons.
 
-        Wait up to REASONS_S for the reasons.
+        The method waits up to REASONS_S for the reasons.
         """
         try:
             self.wait_for_others(REASONS_S)
@@ -224,18 +224,18 @@ class CrashReasons:
 
 
 class RankCommand(msgspec.Struct, frozen=True):
-    """The next command, which all ranks carry out."""
+    """A command that all ranks carry out together."""
 
     name: str
-    """Name of the command: "build", "write_rows" (write this rank's rows of an image), "stop", or
-    a method of the trainer.
+    """"build", "write_rows" (write this rank's rows of an image), "stop", or the name of a method
+    of the trainer.
     """
     path: str | None = None
     """Path of the command's checkpoint, version or directory; None for a command without path."""
     groups: tuple[tuple[bytes, bytes], ...] = ()
-    """The groups of the command, encoded as they are sent on the wire."""
+    """The groups of the command, encoded as in messages."""
     dtype: str = ""
-    """For "build": dtype in which the trainer publishes its weights."""
+    """For "build": dtype of published weights."""
 
     @property
     def batch(self) -> list[Group]:
@@ -252,13 +252,14 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
     "rescore": (StepError, StorageError),
     "save_state": (NonfiniteWeightsError, StorageError),
 }
-"""Errors that a command may raise on all ranks together. Any other error is a failure of one rank.
+"""Errors that a command may raise on all ranks together, by command. All other errors are failures
+of one rank.
 """
 
 
 @dataclass(slots=True, eq=False)
 class RankGroup:
-    """The ranks of a learner, from the view of one rank."""
+    """This rank's view of all ranks of a learner."""
 
     ranks: Ranks
     """The ranks in the default process group."""
@@ -270,13 +271,13 @@ class RankGroup:
     _is_broken: bool = False
 
     def send(self, command: RankCommand) -> None:
-        """Send the next command to the other ranks. Only the leader calls this method."""
+        """Send the next command to all other ranks. Only the leader calls this method."""
         data = np.frombuffer(msgspec.msgpack.encode(command), dtype=np.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0, group=self.control)
         dist.broadcast(torch.from_numpy(data.copy()), src=0, group=self.control)
 
     def receive(self) -> RankCommand:
-        """Wait for the leader's next command. The other ranks call this method."""
+        """Wait for the leader's next command. All ranks except the leader call this method."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self.control)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -284,12 +285,12 @@ class RankGroup:
         return _decoder.decode(data.numpy().data)
 
     def wait_for_all(self) -> None:
-        """Wait, without a limit of time, until all ranks have called this method."""
+        """Wait, without a time limit, until all ranks have called this method."""
         dist.barrier(group=self.control)
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
-        """Send a command to the other ranks. The leader carries it out in the block.
+        """Send a command to all other ranks; the `with` block is the leader's own part.
 
         Raises:
             RankError: if another rank has failed.
@@ -313,9 +314,9 @@ class RankGroup:
             raise self.lost(command, error) from error
 
     def lost(self, command: RankCommand, error: BaseException) -> RankError:
-        """Return the error for a command that other ranks did not carry out.
+        """Return the error for a command that another rank did not carry out.
 
-        The error names the ranks that failed, and their reasons.
+        The error names the failed ranks and their reasons.
         """
         self._is_broken = True
         return RankError(
@@ -324,7 +325,7 @@ class RankGroup:
         )
 
     def dismiss(self) -> None:
-        """Send "stop" to the other ranks if none has failed. The leader calls this last."""
+        """Send "stop" to the other ranks if no rank has failed. The leader's last call."""
         if not self._is_broken:
             with suppress(RuntimeError):
                 self.send(RankCommand("stop"))
@@ -355,13 +356,13 @@ def _describe_failure(command: RankCommand, error: BaseException) -> str:
 
 
 Build = Callable[[Path | None], Trainer]
-"""A function that makes the trainer of a rank. Its argument is the path of the checkpoint from
-which the trainer continues, or None for a new start.
+"""A function that makes the trainer of a rank, from the path of a checkpoint or None for a new
+start.
 """
 
 
 class LeadTrainer:
-    """The learner's trainer on rank 0. All ranks carry out its calls together."""
+    """The learner's trainer on rank 0. All ranks carry out each call together."""
 
     def __init__(
         self, rank_group: RankGroup, build: Build, checkpoint: Path | None, *, published_dtype: str
@@ -370,12 +371,12 @@ class LeadTrainer:
 
         Args:
             rank_group: the ranks.
-            build: makes this rank's trainer.
+            build: a function that makes this rank's trainer.
             checkpoint: directory of the checkpoint to continue from; None for a new start.
             published_dtype: type that published weights are rounded to.
 
         Raises:
-            RankError: if another rank cannot build its trainer.
+            RankError: if another rank cannot build a trainer.
             EchoError: the error that `build` raises on this rank.
         """
         self._rank_group = rank_group
@@ -396,20 +397,20 @@ class LeadTrainer:
 
     @property
     def compute(self) -> Compute:
-        """This rank's device, its precision, and its limit of tokens in a micro-batch."""
+        """Settings of this rank's computations, with the present limit of a micro-batch."""
         return self._trainer.compute
 
     @property
     def step_count(self) -> int:
-        """Number of batches that the training has consumed so far."""
+        """Number of batches that the training has consumed."""
         return self._trainer.step_count
 
     def refusal(self, group: Group) -> str | None:
-        """Return why a group should not count; see `Trainer.refusal`. No other rank is asked."""
+        """Return why a group should not count; see `Trainer.refusal`. Only this rank computes."""
         return self._trainer.refusal(group)
 
     def describe_rows(self) -> str:
-        """Describe how rollouts go through the model, and the number of processes."""
+        """Return a sentence on the form of rows and the number of processes."""
         return f"{self._trainer.describe_rows()}, by {self._rank_group.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -418,7 +419,7 @@ class LeadTrainer:
             return self._trainer.step(groups)
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return which groups of a refused batch are at fault; see `Trainer.find_faulty`."""
+        """Return the faulty groups of a refused batch; see `Trainer.find_faulty`."""
         with self._rank_group.together(_with_groups("find_faulty", groups)):
             return self._trainer.find_faulty(groups)
 
@@ -432,7 +433,7 @@ class LeadTrainer:
     ) -> list[list[npt.NDArray[np.float32]]]:
         """Return scores under published weights; see `Trainer.rescore`.
 
-        The file is on a disk that all ranks share.
+        `version` must be on a disk that all ranks share.
         """
         path = None if version is None else str(version.absolute())
         with self._rank_group.together(_with_groups("rescore", groups, path)):
@@ -440,7 +441,7 @@ class LeadTrainer:
 
     @property
     def unrounded(self) -> frozenset[str]:
-        """Names of the tensors that are published in their own dtype, without rounding."""
+        """Names of the tensors that are published without rounding, in their own dtype."""
         return self._trainer.unrounded
 
     def tensors(self) -> dict[str, Tensor]:
@@ -450,7 +451,7 @@ class LeadTrainer:
     def save_state(self, directory: Path) -> None:
         """Write the state of all ranks; see `Trainer.save_state`.
 
-        The directory is on a disk that all ranks share.
+        `directory` must be on a disk that all ranks share.
         """
         with self._rank_group.together(RankCommand("save_state", str(directory.absolute()))):
             self._trainer.save_state(directory)
@@ -471,7 +472,7 @@ def follow(rank_group: RankGroup, build: Build, log: logging.Logger) -> None:
     """Carry out the leader's commands until the command "stop".
 
     Raises:
-        RankError: if this rank fails, or the other ranks are gone.
+        RankError: if this rank fails, or other ranks have ended.
     """
     command = RankCommand("start")
     try:
@@ -505,7 +506,7 @@ def _carry_out(
 ) -> None:
     """Carry out a command.
 
-    An error that all ranks raise is only logged, since the leader handles it.
+    An error on all ranks is only logged, since the leader handles the error.
     """
     path = None if command.path is None else Path(command.path)
     calls: dict[str, Callable[[], object]] = {

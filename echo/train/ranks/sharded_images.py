@@ -1,32 +1,32 @@
-"""Images of versions, written, coded and hashed in parts by all ranks.
+"""Images of versions. Each rank writes, codes and hashes a part of each image.
 
     every rank of rank 0's machine    rounds its rows into the image, in shared memory
     a rank of another machine         rounds its rows into its own memory, and sends rank 0 the
                                       changes since the version before, in pieces of PIECE_BYTES
     once all rows have arrived        rank 0 divides the blocks of each segment among the ranks of
-                                      its machine. Each codes its own, and rank 0 signs and sends
+                                      its machine, which code them; rank 0 signs and sends
     after that, for the seal          each rank of the machine hashes and encrypts its part of the
                                       chunks
 
-All of this happens during the next step. On a CPU a step waits until its rank's rows are rounded.
-On a GPU the rows are copied to pinned memory on another stream, and the optimizer waits for that
-stream. Rows from another machine use a process group of their own, since the next step uses the
-other groups.
+All of this happens during the next step. On a CPU, the step waits until this rank's rows are
+rounded. On a GPU, another stream copies the rows to pinned memory, and the optimizer waits for this
+stream. Rows from another machine travel in a separate process group, since the next step uses the
+default group.
 
-No rank gathers the model. The place of a row in an image depends on the model alone. Every rank
-codes a block to the same bytes. So the number of ranks does not change the bytes of a version.
-Deltas continue after a resume on another number of ranks.
+No rank gathers the model. The bytes of a version do not depend on the number of ranks, so deltas
+continue after a resume on another number of ranks.
 
 Each rank tries to connect to a Unix socket of rank 0. A rank that cannot connect is on another
-machine. A rank has two connections until its process ends. On the first, rank 0 sends the memory of
-images, and receives a message when rows are written. The memory has no name, so it is freed with
-the last process that maps it. On the second, rank 0 asks for coded blocks and for hashes. If a
-rank's process has ended, rank 0 does the work of that rank until rank_group.py ends the job.
+machine. A rank on rank 0's machine keeps two connections. On the first connection, rank 0 sends the
+memory of images, and gets a message when rows are written. The memory has no name, so the system
+frees it with the last process that maps it. On the second connection, rank 0 requests coded blocks
+and hashes. If a rank's process has ended, rank 0 does the work of this rank until rank_group.py
+ends the job.
 
-Rank 0's machine holds two images, and the coded blocks of one or two segments. It holds a third
-image while an older one is still read (`RecycledMemory`). On another machine, each rank holds two
-copies of its own rows and one piece. If the weights are on a GPU, each rank also has a rounded
-piece of 64 MiB. All memory that rows are copied to is then pinned.
+Memory: rank 0's machine holds two images, a third image while an older image is still read
+(`RecycledMemory`), and the coded blocks of one or two segments. On another machine, each rank holds
+two copies of its own rows and one piece. If the weights are on a GPU, each rank also has a rounded
+piece of 64 MiB, and rows are copied to pinned memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
 from echo.weights.store.memory import RecycledMemory
 
 PIECE_BYTES = 4 << 20
-"""Number of bytes of an image that a rank of another machine sends at a time."""
+"""Number of image bytes that a rank of another machine sends at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -87,7 +87,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Where one rank's rows of a tensor lie in an image, in bytes."""
+    """Place of one rank's rows of a tensor in an image, in bytes."""
 
     spec: TensorSpec
     start: int
@@ -103,15 +103,13 @@ class RowSpan:
 def begin_to_write(
     places: Iterable[tuple[RowSpan, Tensor]], tensors: Weights, stream: CopyStream | None
 ) -> Callable[[], None]:
-    """Round this rank's rows into their places.
-
-    The result is a function that waits for the copies.
+    """Begin to round this rank's rows into their places; return a function that waits for the end.
 
     Args:
         places: each span with its memory, uint8 [stop - start] on the host.
         tensors: this rank's weights by name.
-        stream: CUDA stream for copies from a GPU, which the optimizer has to wait for. None to copy
-            before returning.
+        stream: CUDA stream for copies from a GPU; the optimizer has to wait for this stream. None
+            to copy before returning.
     """
 
     def write() -> None:
@@ -131,11 +129,11 @@ def begin_to_write(
 
 
 def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int) -> list[RowSpan]:
-    """Return the spans that a rank writes: its rows, and on rank 0 all whole tensors.
+    """Return the spans that a rank writes: its rows, and on rank 0 all unsharded tensors.
 
     Args:
         specs: the place of each tensor in the image.
-        tensors: the weights of any rank by name, sharded or whole.
+        tensors: the weights of any rank by name, sharded or unsharded.
         rank: the rank that writes the spans.
         size: number of ranks.
     """
@@ -154,7 +152,7 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
 
 
 class RemoteRows:
-    """Sends the changed rows of a rank to rank 0, which is on another machine."""
+    """Sends the changed rows of this rank to rank 0 on another machine."""
 
     def __init__(
         self, spans: Sequence[RowSpan], stream: CopyStream | None, group: dist.ProcessGroup | None
@@ -172,9 +170,9 @@ class RemoteRows:
         self._last: memoryview | None = None
 
     def begin(self, tensors: Weights) -> Callable[[], None]:
-        """Begin to round the rows of a version. Return a function that completes the work.
+        """Begin to round the rows of a version; return a function that completes the work.
 
-        The function waits for the rows and sends their changes to rank 0.
+        The function waits for the rows, and sends the changes to rank 0.
         """
         new = self._memory.take(self._ends[-1])
         places = [host_bytes(new[first:last]) for first, last in pairwise(self._ends)]
@@ -207,7 +205,7 @@ def receive_rows(
         rank: the rank that sends the rows.
         spans: the spans of the sender's rows.
         image: image of this version.
-        last: image of the version before; None for the first version.
+        last: image of the previous version; None for the first version.
         group: the process group that rows of other machines are sent in.
     """
     size = torch.zeros(1, dtype=torch.int64)
@@ -224,7 +222,7 @@ def receive_rows(
 
 
 def new_memory(num_bytes: int) -> tuple[int, Bytes]:
-    """Return new zeroed memory to share: its file descriptor and its mapping."""
+    """Return new shared memory, filled with zeros: (file descriptor, mapping)."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("echo-image")
     else:
@@ -235,7 +233,7 @@ def new_memory(num_bytes: int) -> tuple[int, Bytes]:
 
 
 def map_shared(descriptor: int, num_bytes: int) -> Bytes:
-    """Map the memory of a file descriptor, perhaps from another process."""
+    """Map the memory of a file descriptor, which may come from another process."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
 
 
@@ -251,9 +249,9 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     """
 
     image: int
-    """Number of the memory area that the image is written into."""
+    """Number of the image's memory area."""
     made: tuple[tuple[int, int], ...]
-    """Number and size in bytes of each new memory area. Its descriptor follows this message."""
+    """(number, size in bytes) of each new memory area."""
     live: frozenset[int]
     """Numbers of all memory areas in use."""
 
@@ -288,10 +286,10 @@ _Socket: TypeAlias = "Connection[bytes, bytes]"
 
 
 def answer(connection: _Socket) -> bytes:
-    """Wait for the next message of a rank, and return it.
+    """Wait for and return the next message of a rank.
 
     Raises:
-        OSError: if the rank's process has ended, or sends nothing for COLLECTIVE_S seconds.
+        OSError: if the rank's process has ended, or sends no message for COLLECTIVE_S seconds.
         EOFError: if the rank's process has ended.
     """
     if not connection.poll(COLLECTIVE_S):
@@ -309,12 +307,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendezvous:
-    """Connections of the ranks on rank 0's machine, and the group of other ranks."""
+    """Connections of the ranks on rank 0's machine, and the group of ranks on other machines."""
 
     links: dict[int, Link]
-    """On rank 0, links to the other ranks of its machine; on those ranks, the link to rank 0."""
+    """On rank 0, links to the ranks of its machine. On these ranks, the link to rank 0."""
     remote: dist.ProcessGroup | None
-    """Process group for the rows of ranks on other machines; None if there are no such ranks."""
+    """Process group for the rows of ranks on other machines; None without such ranks."""
 
 
 def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
@@ -329,7 +327,7 @@ def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
 def accept(ranks: Ranks) -> Rendezvous:
     """Wait until the ranks on rank 0's machine have connected.
 
-    Rank 0 calls this function while every other rank calls `reach`.
+    Rank 0 calls this function. All other ranks call `reach` at the same time.
     """
     found: dict[int, dict[str, _Socket]] = {}
     # A socket's path has at most some 100 bytes, and schedulers of clusters set longer TMPDIRs.
@@ -348,9 +346,9 @@ def accept(ranks: Ranks) -> Rendezvous:
 
 
 def reach(ranks: Ranks) -> Rendezvous:
-    """Connect to rank 0, which calls `accept`.
+    """Connect to rank 0, which must call `accept` at the same time.
 
-    There is no connection if rank 0 is on another machine.
+    A rank on another machine gets no connection.
     """
     address = ranks.gather(b"")[0].decode()
     links = {}
@@ -367,7 +365,7 @@ def reach(ranks: Ranks) -> Rendezvous:
 
 
 class LocalRank:
-    """Another rank of this machine, which codes and hashes parts of images for rank 0."""
+    """Another rank of this machine. It codes and hashes parts of images for rank 0."""
 
     def __init__(self, coding: _Socket, numbers: Mapping[int, int]) -> None:
         """Store the connection and the table of memory areas.
@@ -385,7 +383,7 @@ class LocalRank:
         base: memoryview | None,
         blocks: Sequence[tuple[int, int, WordBytes]],
     ) -> list[CodedBlock]:
-        """Have the rank code blocks of an image. Return what `code_block` would return."""
+        """Have the rank code blocks of an image; return the results of `code_block`."""
         number = None if base is None else self._number(base)
         answered = None
         if number != 0:  # the other process does not map memory 0
@@ -395,7 +393,7 @@ class LocalRank:
         return _coded_decoder.decode(answered)
 
     def hash(self, image: memoryview, chunk_bytes: int, chunks: range, key: bytes) -> ChunkHashes:
-        """Have the rank hash chunks of an image. Return what `hash_chunks` would return."""
+        """Have the rank hash chunks of an image; return the result of `hash_chunks`."""
         asked = AskedHashes(self._number(image), chunk_bytes, chunks.start, chunks.stop, key)
         answered = self._ask(asked)
         if answered is None:
@@ -403,11 +401,11 @@ class LocalRank:
         return _hashes_decoder.decode(answered)
 
     def _number(self, image: memoryview) -> int:
-        """Return the number of an image's memory area, 0 if the other rank lacks it."""
+        """Return the number of an image's memory area; 0 if the other rank lacks the area."""
         return self._numbers.get(address_of(image), 0)
 
     def _ask(self, asked: AskedBlocks | AskedHashes) -> bytes | None:
-        """Send a request to the rank and return its answer, None on failure."""
+        """Send a request to the rank; return the answer, or None on failure."""
         if not asked.image or self._coding.closed:
             return None
         try:
@@ -419,7 +417,7 @@ class LocalRank:
 
 
 class LeadImages:
-    """Makes images on rank 0, together with the `FollowImages` of the other ranks."""
+    """Makes images on rank 0. On all other ranks, `FollowImages` makes parts of these images."""
 
     def __init__(
         self,
@@ -430,25 +428,23 @@ class LeadImages:
         together: Callable[[], AbstractContextManager[None]],
         lost: Callable[[BaseException], RankError],
     ) -> None:
-        """Connect to the other ranks of this machine, and find out which ranks are elsewhere.
+        """Connect to the other ranks of this machine, and find the ranks on other machines.
 
         Args:
             ranks: all ranks of the learner.
             specs: where each tensor lies in an image.
             stream: see `begin_to_write`.
-            together: context manager that has all ranks begin to write an image.
-            lost: returns the error for ranks whose rows do not arrive.
+            together: a context manager in which all ranks begin to write an image.
+            lost: a function that returns the error for ranks whose rows do not arrive.
         """
         self._ranks, self._specs, self._stream = ranks, specs, stream
         self._together, self._lost = together, lost
         self._rendezvous = accept(ranks)
         self._numbers: dict[int, int] = {}
-        """Numbers of the memory areas in use that all ranks of this machine map, by address.
-        """
+        """Number of each memory area in use, by address."""
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
-        """File descriptor and size of each memory area not yet sent to the other ranks, by number.
-        """
+        """(file descriptor, size) of each memory area that the other ranks lack, by number."""
         links = self._rendezvous.links
         self._memory = RecycledMemory(
             2, self._make_piece if links else image_memory, max_pieces=KEEP_VERSIONS + 1
@@ -460,9 +456,9 @@ class LeadImages:
         self.helpers = tuple(LocalRank(link.coding, self._numbers) for link in links.values())
 
     def prepare(self) -> bool:
-        """Return whether `make` would run without a wait.
+        """Return whether `make` would run without waiting for memory.
 
-        If memory is lacking, begin to allocate it.
+        If memory is lacking, begin an allocation.
         """
         if any(each is not None and not each.done() for each in (self._ready, self._growing)):
             return False
@@ -472,7 +468,7 @@ class LeadImages:
         return self._memory.has_free
 
     def make(self, weights: Weights, version: PolicyVersion) -> VersionImage:
-        """Return the image of a version. Its rows are written during the next step.
+        """Return the image of a version. All ranks write the image during the next step.
 
         Args:
             weights: this rank's weights, sharded.
@@ -507,7 +503,7 @@ class LeadImages:
         image: memoryview,
         last: memoryview | None,
     ) -> CodedDelta | None:
-        """Wait until all rows are in the image. The delta is coded later."""
+        """Wait until all rows are in the image."""
         try:
             wait()
             for link in self._rendezvous.links.values():
@@ -546,7 +542,7 @@ class LeadImages:
 
 
 class FollowImages:
-    """Writes, codes and hashes this rank's part of each image for `LeadImages`."""
+    """Writes, codes and hashes this rank's parts of images, for `LeadImages` on rank 0."""
 
     def __init__(
         self,
@@ -599,10 +595,10 @@ class FollowImages:
         self._sending = self._thread.submit(send)
 
     def check(self) -> None:
-        """Raise if the rows of the last image could not be written or sent.
+        """Raise an error if the rows of the last image could not be written or sent.
 
         Raises:
-            RankError: if writing or sending them failed.
+            RankError: if writing or sending failed.
         """
         sent = self._sending
         if sent and sent.done() and (error := sent.exception()) is not None:

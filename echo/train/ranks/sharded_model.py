@@ -1,12 +1,11 @@
-"""Weights of a model directory, read into shards: each rank reads its own rows.
+"""Reading of a model directory into shards: each rank reads its own rows.
 
-No rank reads the whole model. transformers matches the tensors of the files to the tensors of the
-model. It joins some of them (for example the experts of a layer), and reads this rank's rows of
-each. If there are more ranks than experts, a rank may have no rows of a tensor and reads nothing.
-The tensors are copied into the shards, one decoder layer after the other.
+transformers matches the tensors of the files to the tensors of the model, joins some tensors (for
+example the experts of a layer), and reads only this rank's rows. The tensors are copied into the
+shards, one decoder layer after the other.
 
-transformers joins and divides the rows of one rank. That is correct only if each row of the result
-comes from the same row of each source. A tensor without this property is read whole by every rank.
+Reading one rank's rows is correct only if each row of the result comes from the same row of each
+source. All other tensors are read whole by every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from echo.train.ranks import sharding
 
 
 def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
-    """Read a directory's weights into a sharded model, except into its adapter.
+    """Read a directory's weights into a sharded model; an adapter is not read.
 
     Args:
         weights_dir: directory of the files.
@@ -95,9 +94,9 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
-    """Return the names of the tensors that each rank must read whole.
+    """Return the names of the tensors that every rank must read whole.
 
-    The rows of such a tensor come from other rows in the files.
+    The rows of these tensors come from other rows in the files.
     """
     # A new mapping at each call: some conversions keep a state.
     mapping = get_model_conversion_mapping(shapes)
@@ -114,7 +113,7 @@ def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
 
 
 def _keeps_rows(operation: ConversionOps) -> bool:
-    """Return whether an operation makes each row from the same row of its inputs."""
+    """Return whether an operation makes each row of its result from the same row of its inputs."""
     match operation:
         case MergeModulelist(dim=dim):
             return dim == 0  # then each input becomes a row
@@ -140,7 +139,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
-    """Copy each tensor that was read into its shard in `own`. Return the names."""
+    """Copy the tensors that were read into their shards in `own`; return the names."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         sharding.copy_local(own[name], tensor)
@@ -149,9 +148,9 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Put a tensor without memory in the place of a tensor that has been read.
+    """Replace a tensor that was read by an empty tensor, to free memory.
 
-    The new tensor is on the meta device, and has the shape of this rank's part of `own`.
+    The empty tensor is on the meta device and has the shape of this rank's part of `own`.
     """
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
     module, last = _place(shapes, name)

@@ -1,12 +1,11 @@
-"""Files of a sharded state, written by each rank and read by any number of ranks.
+"""Files of a sharded state: each rank writes a file, and any number of ranks can read the files.
 
     shard-00001-model-00001-of-00001.safetensors    rank 0's rows, and tensors that are not sharded
     shard-00002-...                                 rank 1's rows
 
 torch.distributed.checkpoint writes these safetensors files. A file's header has the place of each
-piece in its tensor. The reader also takes files of whole tensors. So several processes can read the
-state of one process, and one process can read the state of several. A rank reads only the rows that
-it holds.
+piece in its tensor. The reader also takes files of whole tensors, so a state can be read by another
+number of processes than wrote it. A rank reads only its own rows.
 """
 
 from __future__ import annotations
@@ -49,12 +48,11 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 
     Args:
         directory: an existing directory on a disk that all ranks share.
-        tensors: this rank's tensors, sharded or whole. A whole tensor is equal on all ranks that
-            have it.
+        tensors: this rank's tensors, sharded or whole. Whole tensors must be equal on all ranks.
         ranks: all ranks that train the model.
 
     Raises:
-        StorageError: on all ranks, if one of them cannot write, or writes into another directory.
+        StorageError: on all ranks, if a rank cannot write, or does not share the directory.
     """
     _check_shared(directory, ranks)
     writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
@@ -63,9 +61,9 @@ def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 
 
 def _check_shared(directory: Path, ranks: Ranks) -> None:
-    """Raise on all ranks if a rank cannot see rank 0's directory.
+    """Raise an error on all ranks if a rank cannot see rank 0's directory.
 
-    The saved state would lack the shards of such a rank.
+    Without this check, the saved state would lack the shards of this rank.
     """
     mark = directory / f"of-rank-0-{secrets.token_hex(8)}"
     own = json.dumps([mark.name, socket.gethostname()]).encode()
@@ -85,7 +83,7 @@ def _check_shared(directory: Path, ranks: Ranks) -> None:
 
 
 def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
-    """Return this rank's weights, sharded like `own`, and its parts of the moments.
+    """Return this rank's weights, sharded like `own`, and this rank's parts of the moments.
 
     All ranks call this function together.
 
@@ -128,7 +126,7 @@ def read_cut(directory: Path, own: Mapping[str, Tensor]) -> tuple[Tensors, Tenso
 def read_whole(directory: Path) -> tuple[Tensors, Tensors]:
     """Return the whole weights and moments of a sharded state, on the CPU.
 
-    A single process calls this function, without the other ranks.
+    Only one process calls this function.
 
     Raises:
         StorageError: if a file is missing or damaged.
@@ -168,9 +166,9 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turn an error of torch's checkpoint code into a `StorageError`.
+    """Raise errors of torch's checkpoint code as `StorageError`.
 
-    The text of the new error begins with `what`.
+    The error's text begins with `what`.
     """
     try:
         with warnings.catch_warnings():

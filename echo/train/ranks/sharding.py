@@ -1,26 +1,26 @@
 """Shards of a model over several processes (ranks), by FSDP2.
 
-Every rank holds a part of each parameter, of its gradient and of its moments. A decoder layer is a
-unit. It is gathered on every rank before it computes, and split again afterwards. After its
-backward pass, its gradient is summed over the ranks and split. All other parameters belong to the
-root: embedding, last norm and head, tied or not. Every computation with the model, including
+Every rank holds a part of each parameter, gradient and moment. Each decoder layer is a unit: its
+weights are gathered on every rank before the layer computes, and split again afterwards. After the
+layer's backward pass, its gradient is summed over the ranks and split. All other parameters
+(embedding, last norm, head) belong to the root. Every computation with the model, including
 log-probabilities, runs within the root's forward. Elsewhere the head is a shard.
 
     root (ShardedModel)
       embedding --> layer --> layer --> ... --> norm --> head --> log-probabilities
                     (unit)    (unit)
 
-Ranks wait for each other in every layer, forward and backward. So all of them make the same passes
-in the same order. A rank without a micro-batch puts a row through the model that does not count. A
-rank that runs out of memory within a pass ends the job (rank_group.py). The others would wait for
-it in the next layer.
+Ranks wait for each other in every layer, forward and backward. So all ranks make the same passes in
+the same order. A rank without a micro-batch puts a row through the model that does not count. A
+rank that runs out of memory within a pass ends the job (rank_group.py), because the other ranks
+wait for this rank in the next layer.
 
 Gradients are summed over the ranks and not averaged, since losses are divided by counts of the
-whole batch. Parameters and sums are float32. With a compute type of bfloat16 each unit is cast when
-it is gathered, so autocast is not needed.
+whole batch. Parameters and sums are float32. With a compute type of bfloat16, gathering casts each
+unit, so autocast is not needed.
 
-Every rank reads the same data and makes the same decisions. A rank's own values are its loss, the
-norm of its shards, and errors. They are gathered on all ranks before a decision uses them.
+Every rank reads the same data and makes the same decisions. A rank's loss, norm of shards and
+errors are gathered on all ranks before any decision depends on these values.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from echo.core.errors import EngineError
 from echo.train.step import StepError
 
 COLLECTIVE_S = 600.0
-"""Longest wait of a rank for another rank within a command, in seconds. A micro-batch takes far
-less time.
+"""Longest wait of a rank for another rank within a command, in seconds; far longer than a
+micro-batch takes.
 """
 
 # --- exchange between ranks -----------------------------------------------------------------------
@@ -56,7 +56,7 @@ less time.
 class Ranks:
     """The processes that train one model together.
 
-    All ranks call the methods in the same order, and each waits for the others. `ALONE` is a single
+    All ranks call the methods in the same order, and wait for each other. `ALONE` is a single
     process, which does not wait.
     """
 
@@ -65,8 +65,8 @@ class Ranks:
     size: int
     """Number of ranks that train the model together."""
     mesh: DeviceMesh | None
-    """The mesh of all ranks in the default process group; None if this process trains alone. The
-    group accepts tensors on the CPU, too.
+    """The mesh of all ranks in the default process group, which also accepts tensors on the CPU;
+    None if this process trains alone.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class Ranks:
         return self.mesh is None
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return the bytes of each rank, in the order of ranks."""
+        """Return the bytes `own` of every rank, in the order of ranks."""
         if self.is_alone:
             return [own]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -97,10 +97,9 @@ class Ranks:
         ]
 
     def gather_tensors(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the tensors of every rank by name, in the order of ranks.
+        """Return the tensors `own` of every rank, by name, in the order of ranks.
 
-        The tensors are on the CPU. A process that trains alone gets its own tensors back, on their
-        device.
+        The results are on the CPU. A process that trains alone gets `own` back unchanged.
         """
         if self.is_alone:
             return [{name: tensor.detach() for name, tensor in own.items()}]
@@ -110,7 +109,7 @@ class Ranks:
         return [safetensors.torch.load(data) for data in self.gather(packed)]
 
     def raise_together(self, failure: StepError | None) -> None:
-        """Raise, on all ranks, the error of the first rank that has an error.
+        """Raise the error of the first rank with an error, on all ranks.
 
         Raises:
             StepError: if any rank has an error. If there are several ranks, the message names the
@@ -125,7 +124,7 @@ class Ranks:
                 raise StepError(f"rank {rank}: {text}", reason=reason) from failure
 
     def add_up(self, value: float) -> float:
-        """Return the sum of all ranks' values, the same on each rank."""
+        """Return the sum of the values of all ranks."""
         if self.is_alone:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -134,11 +133,11 @@ class Ranks:
 
 
 ALONE = Ranks(rank=0, size=1, mesh=None)
-"""The only rank of a process that trains its model alone."""
+"""The ranks of a process that trains its model alone."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that other ranks are gone."""
+    """Return whether an error means that other ranks have ended."""
     text = str(error)
     return isinstance(error, dist.DistError | ConnectionError | EOFError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "Connection" in text)
@@ -149,10 +148,10 @@ def is_loss(error: BaseException) -> bool:
 
 
 class ShardedModel(nn.Module):
-    """The root of a sharded model. In its `forward`, embedding and head are whole."""
+    """The root of a sharded model. Embedding and head are complete within its `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Store a model that is not sharded yet. `shard` divides it later."""
+        """Store an unsharded model, to be divided by `shard`."""
         super().__init__()
         self.model = model
 
@@ -162,18 +161,18 @@ class ShardedModel(nn.Module):
 
 
 def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
-    """Divide a model into shards, in place. Return the root through which it computes.
+    """Divide a model into shards, in place; return the root for all computations.
 
     A new parameter object replaces each parameter, under the same name. Tied parameters stay tied.
 
     Args:
-        model: a causal language model of transformers, equal on all ranks, on any device. Its
-            trained parameters already require a gradient.
-        ranks: two or more ranks; the shards are on their type of device.
+        model: a causal language model of transformers, equal on all ranks, on any device. The
+            trained parameters must already require a gradient.
+        ranks: two or more ranks. The shards are on the ranks' type of device.
         dtype: the type that the model computes in.
 
     Raises:
-        EngineError: if the model does not say which modules are its layers.
+        EngineError: if the model does not name its layers.
     """
     assert ranks.mesh is not None, "a process by itself has its model whole"
     layers = [
@@ -201,9 +200,9 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> ShardedModel:
 
 
 def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that computes with a sharded model, and return its result.
+    """Return the result of a function that computes with a sharded model.
 
-    If gradients are off, the gathered weights are divided again afterwards.
+    If gradients are off, gathered weights are divided again afterwards.
     """
     found = root(compute, *arguments)
     if not torch.is_grad_enabled():
@@ -218,7 +217,7 @@ def call(root: ShardedModel, compute: Callable[..., Any], *arguments: Any) -> An
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, without copying it.
 
-    If the tensor is not sharded, return the tensor itself.
+    An unsharded tensor is returned unchanged.
     """
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
@@ -227,7 +226,7 @@ def local(tensor: Tensor) -> Tensor:
 def copy_local(tensor: Tensor, given: Tensor) -> None:
     """Copy `given` into `tensor`.
 
-    If only `tensor` is sharded, copy only this rank's rows.
+    If `tensor` is sharded and `given` is not, this rank's rows are copied.
     """
     if isinstance(given, DTensor):
         given = local(given)
@@ -247,15 +246,14 @@ def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def local_parameter(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a parameter, which can hold a gradient."""
+    """Return this rank's part of a tensor as a parameter, so that it can have a gradient."""
     return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return `part`, as a sharded tensor if `tensor` is sharded.
+    """Return `part`; make it a sharded tensor if `tensor` is sharded.
 
-    `part` has the number of rows of this rank's part of `tensor`. The result has the number of rows
-    of `tensor`.
+    `part` must have the rows of this rank's part of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return part
