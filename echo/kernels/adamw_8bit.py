@@ -2,17 +2,18 @@
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
 
-BLOCK numbers of a moment share a scale, their largest magnitude. Each number is divided by its
-scale and stored as a code of 8 bits. The code is the index of the nearest of 256 values. They lie
-in [-1, 1], or in [0, 1] for the mean of squares. The values span seven decades. Higher decades have
-more values. Values, rounding and the order of operations are the same as in torchao's AdamW8bit. So
-its states can be continued and give the same numbers.
+BLOCK numbers of a moment share a scale, the largest of their magnitudes. Each number is divided by
+its scale and stored as an 8-bit code: the index of the nearest of 256 code values. Code values lie
+in [-1, 1], or in [0, 1] for the mean of squares. Their magnitudes span seven decades, and higher
+decades have more code values. Values, rounding and the order of operations are the same as in
+torchao's AdamW8bit. So states of torchao can be continued with equal results.
 
     m' = lerp(m, g, 1 - beta1)          v' = lerp(v, g^2, 1 - beta2)
     w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 
-The update uses the moments before they are rounded to codes. There are two backends: Triton on a
-GPU, with one launch per tensor, and torch on any device.
+Here m is the mean of gradients g, v the mean of their squares, w the weights, lr the learning rate,
+decay the weight decay, and t the step. The weights are updated with the unrounded moments. There
+are two backends: Triton on a GPU, with one launch per tensor, and torch on any device.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Number of consecutive values of a moment that share a scale. The widths of models are multiples
-of 64, but often not of 256.
+"""Number of consecutive values of a moment that share a scale. Model widths are multiples of 64,
+but often not of 256.
 """
 DECADES = 7
 MIN_SCALE = 1e-12
-"""Smallest scale, so that a block of zeros can still be divided by its scale."""
+"""Smallest scale. It allows a block of zeros to be divided by its scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedMoment:
-    """A moment of AdamW, coded in 8 bits. An update changes it in place."""
+    """A moment of AdamW, coded in 8 bits. An update changes the codes and scales in place."""
 
     codes: Tensor
-    """uint8 code of each number; any shape of n * BLOCK numbers, contiguous."""
+    """uint8 code of each number, contiguous; any shape with n * BLOCK numbers."""
     scales: Tensor
-    """float32 scale of each block; any shape of n numbers, contiguous."""
+    """float32 scale of each block, contiguous; any shape with n numbers."""
     is_signed: bool
 
     def decoded(self) -> Tensor:
-        """Return the values of the moment, float32, in the shape of the codes."""
+        """Return the decoded moment, float32, in the shape of the codes."""
         values = code_values(is_signed=self.is_signed, device=self.codes.device)
         found = values[self.codes.view(-1, BLOCK).int()] * self.scales.view(-1, 1)
         return found.view(self.codes.shape)
@@ -64,13 +65,13 @@ class CodedMoment:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The numbers of one AdamW update, each rounded to float32."""
+    """The hyperparameters of one AdamW update, rounded to float32."""
 
     learning_rate: float
     beta1: float
     beta2: float
     decay: float
-    """Share by which the weights shrink: the learning rate times the weight decay."""
+    """Share by which weights shrink: learning rate times weight decay."""
     epsilon: float
     correction1: float
     """Correction of the mean's bias: 1 - beta1^t."""
@@ -87,7 +88,7 @@ class Update:
         weight_decay: float,
         epsilon: float,
     ) -> Update:
-        """Return the numbers of update `step`, counted from 1."""
+        """Return the hyperparameters of update number `step`, counted from 1."""
         number, rate = torch.tensor(float(step)), torch.tensor(learning_rate)
         return cls(
             learning_rate=float(rate),
@@ -102,7 +103,7 @@ class Update:
 
 @cache
 def code_values(*, is_signed: bool, device: torch.device) -> Tensor:
-    """Return the value of each code, float32 [256], ascending."""
+    """Return the 256 code values, float32, ascending."""
     parts = [torch.tensor([0.0, 1.0])]
     for decade in range(DECADES):
         num_values = 2 ** (decade if is_signed else decade + 1)
@@ -121,16 +122,15 @@ def update_weights(
     *,
     backend: str = "auto",
 ) -> None:
-    """Make one AdamW update of `weights` and of the two moments, in place.
+    """Make one AdamW update of `weights` and both moments, in place.
 
     Args:
         weights: float32, any shape of n * BLOCK numbers, contiguous.
         gradients: gradients in the same shape.
         mean: running mean of the gradients, changed in place.
         mean_square: running mean of the squared gradients, changed in place.
-        update: the numbers of this update.
-        backend: "triton", "torch", or "auto": Triton on a GPU where it is installed, otherwise
-            torch.
+        update: the hyperparameters of this update.
+        backend: "triton", "torch", or "auto": Triton on a GPU if installed, otherwise torch.
     """
     has_triton = weights.is_cuda and importlib.util.find_spec("triton") is not None
     if backend == "triton" or (backend == "auto" and has_triton):

@@ -1,8 +1,8 @@
-"""Contract of kernel backends: their functions and records.
+"""The contract of kernel backends: functions and data classes.
 
-A backend is a module with the functions of `Kernels`. torch_kernels.py computes on any device, and
-is the reference. triton_kernels.py computes on GPUs. The operations in kernels/logprob.py check the
-input, so a backend gets only valid rows.
+A backend is a module with the functions of `Kernels`. torch_kernels.py, the reference, computes on
+any device. triton_kernels.py computes on GPUs. kernels/logprob.py checks all input, so a backend
+gets only valid rows.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 BackendName = Literal["auto", "triton", "torch"]
-"""Name of a backend; "auto" takes the fastest backend that can compute the input."""
+"""Name of a backend; "auto" chooses the fastest backend for the input."""
 
 MAX_LOG_RATIO = 20.0
-"""Bound on |log ratio| before exp, as in verl: finite in float32, and far beyond every clip."""
+"""Bound on |log ratio| before exp, as in verl, so that float32 ratios stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioClip:
-    """The range of the ratio in which a token has a gradient."""
+    """The range of importance ratios in which a token has a gradient."""
 
     clip_low: float = 0.2
     """Width of the range of the ratio below 1, in 0..1."""
@@ -36,14 +36,14 @@ class RatioClip:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyTerms:
-    """Terms of the policy loss for each token, [N] each, without gradient."""
+    """Values of the policy loss for each token, [N] each, without gradient."""
 
     losses: Tensor
     """The token's clipped surrogate, not normalised."""
     coefficients: Tensor
     """d loss / d log-probability of each token; exactly 0 where a clip is active."""
     ratios: Tensor
-    """Probability under the learner over probability under the sampler: exp of the bounded log
+    """Probability under the learner divided by probability under the sampler, from the bounded log
     ratio.
     """
 
@@ -61,7 +61,7 @@ class PolicyRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FurtherIds:
-    """Ids that are scored besides each row's own id, M in all."""
+    """M further ids that are scored in addition to each row's own id."""
 
     rows: Tensor
     """[M] int64 in 0..N-1, ascending: the row of each id."""
@@ -69,19 +69,19 @@ class FurtherIds:
     """[M] int64 in 0..V-1: the ids, distinct within a row."""
 
     def sum(self, values: Tensor, num_rows: int) -> Tensor:
-        """Return the sum of the values of each row's ids, added in a fixed order.
+        """Return, for each row, the sum of the values of its ids, added in a fixed order.
 
-        `values` is [M], a value for each id.
+        `values` has a value for each id, [M].
         """
         ends = torch.arange(num_rows + 1, device=self.rows.device)
         offsets = torch.searchsorted(self.rows, ends)
         return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
 
     def add_at(self, matrix: Tensor, values: Tensor, *, start: int) -> None:
-        """Add the [M] values in place, each at the row and column of its id.
+        """Add each of the [M] values in place, at the row and column of its id.
 
-        The matrix holds a chunk of the vocabulary's columns. `start` is the id of its first column.
-        Values of ids outside of the chunk are left out.
+        The matrix has a chunk of the vocabulary's columns; `start` is the id of the first column.
+        Values of ids outside the chunk are ignored.
         """
         columns = self.ids - start
         is_inside = (columns >= 0) & (columns < matrix.shape[1])
@@ -101,9 +101,9 @@ class Scores:
     `with_entropy`.
     """
     peak: Tensor
-    """Largest logit of the row divided by the temperature, in a unit that the backend chooses."""
+    """Largest logit of the row, divided by the temperature. The backend chooses the unit."""
     total: Tensor
-    """Sum over the vocabulary of exp(logit over temperature - peak), for each row."""
+    """For each row, the sum over the vocabulary of exp(logit / temperature - peak)."""
     terms: PolicyTerms | None
     """Terms of the policy loss; None unless policy rows were given."""
     set_logprobs: Tensor | None = None
@@ -114,7 +114,7 @@ class Scores:
 class LiveRows:
     """The n <= N rows of a backward pass, with their statistics.
 
-    These are the rows that have a gradient, or all rows (`logprob._live_rows`).
+    Live rows are the rows with a gradient, or all rows (`logprob._live_rows`).
     """
 
     states: Tensor
@@ -130,21 +130,19 @@ class LiveRows:
     grad: Tensor
     """[n] gradient of the loss with respect to each row's log-probability."""
     grad_entropy: Tensor | None
-    """[n] gradient of the loss with respect to each row's entropy; None if entropies have no
-    gradient.
-    """
+    """[n] gradient of the loss with respect to each row's entropy; None without such a gradient."""
     entropies: Tensor | None
-    """[n] `Scores.entropies` of each row; None only if `grad_entropy` is None."""
+    """[n] `Scores.entropies` of each row; may be None if `grad_entropy` is None."""
     sets: FurtherIds | None = None
-    """The further ids of these rows, m in all; None if their log-probabilities have no gradient."""
+    """The m further ids of these rows; None if their log-probabilities have no gradient."""
     grad_sets: Tensor | None = None
-    """[m] gradient of the loss with respect to the log-probabilities of `sets`; None only if `sets`
-    is None.
+    """[m] gradient of the loss with respect to the log-probabilities of `sets`; None if `sets` is
+    None.
     """
 
     @property
     def grad_all(self) -> Tensor:
-        """Return each row's `grad` plus its ids' values in `grad_sets`, [n]."""
+        """Return, for each row, `grad` plus the sum of `grad_sets` over the row's ids, [n]."""
         if self.sets is None or self.grad_sets is None:
             return self.grad
         return self.grad + self.sets.sum(self.grad_sets, len(self.grad))
@@ -152,7 +150,7 @@ class LiveRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """M pairs. Each pair is a row of hidden states and an id to score in that row."""
+    """M pairs of a row of hidden states and an id to score in this row."""
 
     rows: Tensor
     """[M] int64 in 0..N-1, ascending: the row of each pair."""
@@ -175,10 +173,10 @@ class Kernels(Protocol):
         sets: FurtherIds | None = None,
         vocab_chunk: int,
     ) -> Scores:
-        """Return the scores of each row's id in `ids`, and of the ids in `sets`.
+        """Return the scores of each row's id, and of the further ids in `sets`.
 
-        The distributions follow from the states `hidden` [N, D], the head `weight` [V, D] and the
-        inverse temperatures `scale` [N].
+        The logits are `hidden` [N, D] times the LM head `weight` [V, D], times the inverse
+        temperatures `scale` [N].
         """
         ...
 
@@ -191,11 +189,11 @@ class Kernels(Protocol):
         needs_weight: bool,
         vocab_chunk: int,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of states [n, D] and weight [V, D], None if not needed."""
+        """Return the gradients of states [n, D] and weight [V, D], each None if not needed."""
         ...
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-        """Return the [M] logits of the pairs, each times its row's `scale` [N].
+        """Return the [M] logits of the pairs, each multiplied by its row's `scale` [N].
 
         The result has the dtype of `scale`.
         """
@@ -211,13 +209,14 @@ class Kernels(Protocol):
         needs_states: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of states [N, D] and weight [V, D], None if not needed.
+        """Return the gradients of states [N, D] and weight [V, D], each None if not needed.
 
         Args:
             hidden: [N, D] hidden states.
             weight: [V, D], the LM head.
             pairs: the M pairs.
-            grad: [M] gradient of each pair's logit, times the inverse temperature of its row.
+            grad: [M] gradient of each pair's logit, multiplied by the inverse temperature of the
+                row.
             needs_states: whether the gradient of the states is needed.
             needs_weight: whether the gradient of the weight is needed.
         """
@@ -225,7 +224,7 @@ class Kernels(Protocol):
 
 
 def host_waits(tensor: Tensor) -> bool:
-    """Return whether reading a tensor's values makes the host wait for a device."""
+    """Return whether the host would wait for a device to read a tensor's values."""
     return tensor.is_cuda
 
 
@@ -236,5 +235,5 @@ def is_describable(matrix: Tensor) -> bool:
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a copy if a tensor descriptor cannot read it."""
+    """Return the matrix; if a tensor descriptor cannot read the matrix, return a copy."""
     return matrix if is_describable(matrix) else matrix.clone(memory_format=torch.contiguous_format)

@@ -1,17 +1,17 @@
 """Log-probabilities from hidden states and LM head, without [N, V] logits.
 
-The plain way (logits, log_softmax, gather) holds several [N, V] float32 matrices. At 16,384 tokens
-and a vocabulary of 151,936 each takes 10 GB. Here logits are not stored, and the backward computes
-them again. This takes one more matrix product and a fraction of the memory. Two backends have the
-same signature: torch_kernels.py for any device, triton_kernels.py for GPUs.
+The plain computation (logits, log_softmax, gather) stores several [N, V] float32 matrices, each of
+10 GB for 16,384 tokens and a vocabulary of 151,936. Here logits are not stored, and the backward
+computes the logits again. This costs one more matrix product, and needs a fraction of the memory.
+There are two backends: torch_kernels.py for any device, triton_kernels.py for GPUs.
 
-Numerics, against the defects found elsewhere:
-- Products are summed in float32 and statistics are float32, whatever the input. The rounding of
-  bfloat16 logits alone is as large as the clip range of GSPO.
-- If the vocabulary is not a multiple of a tile, columns beyond the vocabulary do not count.
+Numerics:
+- Products are summed in float32, and statistics are float32, for every input dtype. The rounding of
+  bfloat16 logits would be as large as the clip range of GSPO.
+- Columns that pad the vocabulary to a multiple of a tile do not count.
 - Each row of the weight's gradient is written once, from one float32 sum.
-- Rows whose gradient is zero (clipped tokens) are dropped before the backward, which is exact. On a
-  GPU they are kept, since the host would have to wait for their number.
+- On a CPU, rows with a gradient of zero (clipped tokens) are dropped before the backward, which is
+  exact. On a GPU these rows are kept, since the host would wait for their number.
 
 The host never waits for a GPU here. An id outside of the vocabulary raises a `ValueError` on a CPU.
 On a GPU it stops the process by a device-side assertion.
@@ -50,12 +50,11 @@ from echo.kernels.contract import (
 def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernels:
     """Return the backend for hidden states [N, D] and the LM head [V, D].
 
-    "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. Tensor cores do not multiply
-    float32 exactly, so cuBLAS is faster for float32. In float16, gradients of logits underflow
-    unless the loss is scaled.
+    "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. For float32, cuBLAS is faster.
+    In float16, gradients of an unscaled loss would underflow.
 
     Raises:
-        ValueError: if the name is unknown, or "triton" is named and cannot compute this input.
+        ValueError: if the name is unknown, or the backend cannot compute this input.
     """
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend = {backend!r}: use 'auto', 'triton' or 'torch'")
@@ -121,7 +120,9 @@ def _find_head_fault(hidden: Tensor, weight: Tensor) -> str | None:
 
 
 EntropyMode = Literal["none", "value", "grad"]
-"""Whether the entropy is not computed, is a constant ("value"), or carries a gradient."""
+"""Whether the entropy is not computed ("none"), has no gradient ("value"), or has a gradient
+("grad").
+"""
 
 
 def linear_logprob(
@@ -137,15 +138,13 @@ def linear_logprob(
     """Return log-probabilities under softmax(hidden @ weight.T * inv_temperature).
 
     Args:
-        hidden: [N, D] floating point, the hidden states that predict the ids.
+        hidden: [N, D], floating point: the hidden states that predict the ids.
         weight: [V, D], the LM head.
         ids: [N] integer in 0..V-1.
-        inv_temperature: 1 / temperature, > 0; one number or [N], a constant for autograd.
+        inv_temperature: 1 / temperature, > 0; one number or [N], without gradient.
         entropy: "value" returns the entropy as a constant, "grad" as a differentiable output.
-        vocab_chunk: columns of logits or of their gradient in memory at a time. They take N *
-            vocab_chunk numbers, and twice as many in the torch backend with entropy.
-        backend: "triton", "torch", or "auto" for Triton with bfloat16 on an NVIDIA GPU and torch
-            elsewhere.
+        vocab_chunk: number of columns of logits, or of their gradient, in memory at a time.
+        backend: "triton", "torch", or "auto" (see `load_kernels`).
 
     Returns:
         Log-probabilities and entropies (None if `entropy` is "none"), both [N] in nats. They are
@@ -153,7 +152,7 @@ def linear_logprob(
 
     Raises:
         ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, a setting is
-            unusable, or the named backend cannot compute this input.
+            invalid, or the backend cannot compute this input.
     """
     options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
@@ -174,27 +173,26 @@ def linear_further_logprobs(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `linear_logprob`, and scores of further ids.
+    """Return the results of `linear_logprob`, and log-probabilities of further ids.
 
-    One forward pass over the LM head computes all results. One backward pass computes their
-    gradients. Memory grows by [M] numbers.
+    One forward pass over the LM head computes all results, and one backward pass all gradients.
 
     Args:
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
         ids: as for `linear_logprob`.
-        sets: M further ids of any rows. On a CPU an id outside of 0..V-1 raises an error.
+        sets: M further ids of any rows.
         inv_temperature: as for `linear_logprob`.
         entropy: as for `linear_logprob`.
         vocab_chunk: as for `linear_logprob`.
         backend: as for `linear_logprob`.
 
     Returns:
-        [N] log-probabilities, [N] entropies or None, and the [M] log-probabilities of the sets,
-        with gradient.
+        [N] log-probabilities, [N] entropies or None, and the [M] log-probabilities of `sets`, with
+        gradient.
 
     Raises:
-        ValueError: as `linear_logprob`. Also if rows and ids of the sets differ in number.
+        ValueError: as `linear_logprob`; also if `sets` has different numbers of rows and ids.
     """
     options = _check(hidden, weight, ids, entropy, vocab_chunk, backend)
     scale = _row_scale(hidden, inv_temperature)
@@ -220,7 +218,9 @@ class TokenLosses:
     logprobs: Tensor
     """Log-probability of each token in nats, with gradient."""
     ratios: Tensor
-    """Probability of each token under the learner over that by the sampler, without gradient."""
+    """Probability of each token under the learner divided by its probability under the sampler,
+    without gradient.
+    """
     entropies: Tensor
     """Entropy of the distribution at each token in nats, without gradient."""
 
@@ -239,16 +239,16 @@ def linear_policy_loss(
 ) -> TokenLosses:
     """Return each token's clipped policy loss, log-probability, ratio and entropy.
 
-    The result equals the policy loss from the log-probabilities of `linear_logprob`. Here one
-    kernel computes ratio, clip, coefficient and log-probability together. The loss of a batch is
-    the sum of `losses` over its trained tokens, divided by their number.
+    The result equals the policy loss computed from `linear_logprob`, but one kernel computes all
+    values together. The loss of a batch is the mean of `losses` over its trained tokens.
 
     Args:
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
         ids: as for `linear_logprob`.
-        sampler_logprobs: [N] nats under the policy that sampled; a constant.
-        advantages: [N] the advantage of the token's rollout; a constant.
+        sampler_logprobs: [N] log-probabilities under the policy that sampled, nats, without
+            gradient.
+        advantages: [N] advantage of each token's rollout, without gradient.
         inv_temperature: as for `linear_logprob`.
         clip: the bounds of the ratio.
         vocab_chunk: as for `linear_logprob`.
@@ -289,8 +289,8 @@ def linear_pair_logits(
 ) -> Tensor:
     """Return the logits of M pairs, divided by temperature, with gradient.
 
-    Suppose that `linear_logprob` returns l for an id a of a row. The log-probability of another id
-    j of the row is l + logit(j) - logit(a). Both log-probabilities are over the whole vocabulary.
+    If id a of a row has the log-probability l, another id j of the row has the log-probability l +
+    logit(j) - logit(a).
 
     Args:
         hidden: as for `linear_logprob`.
@@ -300,8 +300,8 @@ def linear_pair_logits(
         backend: as for `linear_logprob`.
 
     Raises:
-        ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, or the named
-            backend cannot compute this input.
+        ValueError: if shapes disagree, an id on the CPU is outside the vocabulary, or the backend
+            cannot compute this input.
     """
     _check_shapes(hidden, weight, pairs.ids, num_rows=len(pairs.rows))
     kernels = load_kernels(backend, hidden, weight)
@@ -313,24 +313,21 @@ def linear_pair_logits(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IdSets:
-    """The sets of ids on which some of N rows are scored.
+    """Sets of ids, for rows that are scored on a set instead of the whole vocabulary.
 
-    S rows have a set. The other N - S rows are scored on the whole vocabulary. The sets have M ids
-    in all.
+    S of the N rows have a set. The sets have M members in all.
     """
 
     pairs: Pairs
-    """Row and id of each of the M members. `pairs.rows` counts only the rows that have a set,
-    0..S-1.
-    """
+    """Row and id of each member. `pairs.rows` counts only rows with a set, 0..S-1."""
     sizes: Tensor
     """[S] int64: number of ids in each set, at least 1."""
     own: Tensor
-    """[S] int64: for each set, the index of the pair that has the row's own id, which is scored."""
+    """[S] int64: for each set, the index in `pairs` of the row's own id, which is scored."""
     within: Tensor
-    """[S] int64: the row that each set belongs to, 0..N-1."""
+    """[S] int64: the row of each set, 0..N-1."""
     beyond: Tensor
-    """[N - S] int64: the rows without a set."""
+    """[N - S] int64: the rows without a set, scored on the whole vocabulary."""
 
 
 def linear_set_logprob(
@@ -344,16 +341,15 @@ def linear_set_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `linear_logprob`, but each row's softmax is over the ids of the row's set.
+    """Return log-probabilities like `linear_logprob`, with each row's softmax over its own set.
 
     Args:
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
-        ids: as for `linear_logprob`. For a row with a set, the id in `ids` is not read.
-        sets: the sets of the rows that have a set, each with the row's own id.
+        ids: as for `linear_logprob`; ignored for rows with a set.
+        sets: the sets, each of which contains the row's own id.
         inv_temperature: as for `linear_logprob`.
-        entropy: as for `linear_logprob`. A row with a set has the entropy of the distribution over
-            the set.
+        entropy: as for `linear_logprob`. For a row with a set, the entropy is over the set.
         vocab_chunk: as for `linear_logprob`.
         backend: as for `linear_logprob`.
 
@@ -387,7 +383,7 @@ def linear_set_logprob(
 def _within_sets(
     logits: Tensor, sets: IdSets, entropy: EntropyMode
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probability and entropy of each set, [S], from its members' logits [M].
+    """Return log-probability and entropy of each set, [S], from the members' logits [M].
 
     The entropy is None if `entropy` is "none".
     """
@@ -408,14 +404,14 @@ def _within_sets(
 
 
 def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Tensor:
-    """Return the maximum or the sum of the values of each set, [S] from [M]."""
+    """Return the maximum or the sum of each set's values, [S] from [M]."""
     if not len(values):  # a reduction of nothing has no gradient
         return values.new_zeros(0) + values.sum()
     return torch.segment_reduce(values, reduce, lengths=sizes, unsafe=True)
 
 
 MAX_LACKING_MASS = 1.0 - 1e-6
-"""Upper bound on the probability of a row's lacking ids. Above it, float32 does not resolve the
+"""Largest total probability of a row's excluded ids. Above it, float32 does not resolve the
 remaining probability.
 """
 
@@ -432,20 +428,23 @@ def without_ids(
     has_entropy_gradient: bool = False,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies of rows that lack a few ids.
+    """Return log-probabilities and entropies of rows whose distribution excludes a few ids.
 
-    P is the probability of a row's lacking ids in the whole vocabulary:
+    From the log-probability l and the entropy H over the whole vocabulary, the results l' and H'
+    are as follows. P is the total probability of the row's excluded ids, and p the probability of
+    each:
 
         l' = l - ln(1 - P)
-        H' = (H + sum of p ln p over the lacking ids) / (1 - P) + ln(1 - P)
+        H' = (H + sum of p ln p over the excluded ids) / (1 - P) + ln(1 - P)
 
     Args:
         hidden: as for `linear_logprob`.
         weight: as for `linear_logprob`.
         ids: as for `linear_logprob`.
-        logprobs: [N], as `linear_logprob` returned them, with gradient.
-        entropies: [N], as `linear_logprob` returned them, or None.
-        lacking: the ids that rows lack, in the order of the rows. Other rows are not changed.
+        logprobs: [N] from `linear_logprob`, with gradient.
+        entropies: [N] from `linear_logprob`, or None.
+        lacking: the excluded ids, in the order of the rows. Rows without excluded ids are
+            unchanged.
         inv_temperature: as for `linear_logprob`.
         has_entropy_gradient: whether the returned entropies have a gradient.
         backend: as for `linear_logprob`.
@@ -471,7 +470,7 @@ def without_ids(
 
 
 class _PairLogits(torch.autograd.Function):
-    """Logits of chosen pairs of row and id, as an operation of autograd."""
+    """The operation of autograd for logits of pairs of row and id."""
 
     @staticmethod
     def forward(
@@ -509,7 +508,7 @@ _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """Log-probabilities from states and LM head, as an operation of autograd."""
+    """The operation of autograd for log-probabilities from states and LM head."""
 
     @staticmethod
     def forward(
@@ -609,10 +608,10 @@ class _LinearLogprob(torch.autograd.Function):
 def _live_rows(
     grad: Tensor, grad_entropy: Tensor | None, sets: FurtherIds | None, grad_sets: Tensor | None
 ) -> Tensor | None:
-    """Return the indices of the rows that have a gradient, None for all rows.
+    """Return the indices of the rows with a gradient; None for all rows.
 
-    The result is also None if the host would have to wait for a device to find these rows.
-    Computing all rows is exact as well, because a row without a gradient adds exactly 0.
+    The result is also None if the host would wait for a device to find these rows. Computing all
+    rows is exact too, because a row without a gradient adds exactly 0.
     """
     if host_waits(grad):
         return None
@@ -642,7 +641,7 @@ def _check(
 
 
 def _row_scale(hidden: Tensor, inv_temperature: float | Tensor) -> Tensor:
-    """Return [N] inverse temperatures in the dtype of the statistics."""
+    """Return the inverse temperatures, [N], in the dtype of the statistics."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if not isinstance(inv_temperature, Tensor):
         if not 0.0 < inv_temperature < float("inf"):

@@ -1,11 +1,11 @@
-"""PyTorch kernels for any device, the reference of the fused kernels.
+"""PyTorch kernels for any device: the reference for the fused kernels.
 
-Logits are computed in chunks of the vocabulary. The forward keeps three numbers per row: the
-running maximum, the sum of exponentials and, for the entropy, their weighted sum. The backward
-computes each chunk of logits again and turns it into gradients. `Scores.peak` is in nats.
+Logits are computed in chunks of the vocabulary. The forward keeps the running maximum and the sum
+of exponentials of each row and, for the entropy, the sum weighted by logits. The backward computes
+each chunk of logits again, and from the logits their gradients. `Scores.peak` is in nats.
 
-Products are in float32, with one exception. If the input is bfloat16 and the CPU multiplies
-bfloat16 faster, the backward rounds gradients of logits to bfloat16. A GPU does so, too.
+Products are in float32, with one exception: for bfloat16 input, the backward rounds gradients of
+logits to bfloat16, on a GPU and on a CPU that multiplies bfloat16 faster.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -30,8 +30,8 @@ from echo.kernels.contract import (
 )
 
 SIZES_PER_OCTAVE = 16
-"""Number of possible numbers of rows from a number to its double. The rows of a backward in
-bfloat16 are filled up to one of these, as packed rows are (algo/row_sizes.py).
+"""Number of sizes between a number and its double, to which the rows of a bfloat16 backward are
+filled (as in algo/row_sizes.py).
 """
 
 
@@ -46,7 +46,7 @@ def forward(
     sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
-    """Return the scores of the ids, computed from N * vocab_chunk logits at a time.
+    """Return the scores of the ids, with N * vocab_chunk logits in memory at a time.
 
     The statistics have the dtype of `scale`.
     """
@@ -125,11 +125,11 @@ def backward(
 
 
 PAIR_NUMBERS = 1 << 22
-"""Number of values of gathered states or weights that are in memory at a time."""
+"""Largest number of gathered states or weights in memory at a time."""
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs divided by temperature."""
+    """Return the [M] logits of the pairs, divided by temperature."""
     logits = scale.new_empty(len(pairs.rows))
     for part in _parts(hidden, pairs):
         rows, ids = pairs.rows[part], pairs.ids[part]
@@ -166,7 +166,7 @@ def _parts(hidden: Tensor, pairs: Pairs) -> list[slice]:
 
 
 def policy_terms(logprobs: Tensor, policy: PolicyRows) -> PolicyTerms:
-    """Return losses, coefficients and ratios of the policy loss, by their definition."""
+    """Return losses, coefficients and ratios of the policy loss."""
     clip, advantages = policy.clip, policy.advantages
     log_ratio = logprobs - policy.sampler_logprobs
     ratios = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -191,11 +191,11 @@ def _chunks(
     """Yield (first id, weights, logits divided by temperature) of each chunk of the vocabulary.
 
     The weights [columns, D] have the dtype of the states, and the logits [N, columns] have the
-    dtype of the statistics. All chunks use the same memory for logits, since new memory would cost
-    page faults. The caller may overwrite the logits.
+    dtype of the statistics. All chunks use the same memory for logits. The caller may overwrite the
+    logits.
 
-    In bfloat16 a product is rounded to 8 bits of mantissa. The same product is computed again, and
-    the rounded product is subtracted from it. The difference gives the logits 8 more bits.
+    In bfloat16, a product has 8 bits of mantissa. A second product, minus the rounded first
+    product, gives 8 more bits.
     """
     spare = _spare(scale, weight, vocab_chunk)
     is_exact = states.dtype == scale.dtype
@@ -223,9 +223,9 @@ def _front(spare: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
 
 
 def _is_narrow(states: Tensor, weight: Tensor) -> bool:
-    """Return whether the backward multiplies in bfloat16, with sums in float32.
+    """Return whether the backward multiplies in bfloat16 with float32 sums.
 
-    This is the case for bfloat16 states and weight on a CPU with such products.
+    This needs bfloat16 states and weight, and a CPU with such products.
     """
     is_bfloat16 = states.dtype == weight.dtype == torch.bfloat16
     is_here = is_bfloat16 and states.device.type == "cpu"
@@ -233,9 +233,9 @@ def _is_narrow(states: Tensor, weight: Tensor) -> bool:
 
 
 def _padded(rows: LiveRows) -> LiveRows:
-    """Return the rows, filled with rows of gradient 0 up to one of a few numbers.
+    """Return the rows, filled with rows of gradient 0 to one of a few sizes.
 
-    In bfloat16 a CPU keeps code and buffers for each number of rows of a product.
+    In bfloat16, a CPU keeps code and buffers for each number of rows of a product.
     """
     num_rows = len(rows.states)
     step = max(1, (1 << num_rows.bit_length()) // 2 // SIZES_PER_OCTAVE)
@@ -265,14 +265,13 @@ def _padded(rows: LiveRows) -> LiveRows:
 def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
     """Overwrite the logits with the gradient of the loss, and return them.
 
-    The terms 1[j = y] of the scored ids are left out.
+    For a row with the scored id y, logits z and probabilities p:
 
-    d logp_y / d z_j = 1[j = y] - p_j  and  d entropy / d z_j = -p_j (log p_j + entropy), with p_j =
-    exp(z_j) / total. Constants of a row are folded into its factors, which saves passes. The result
-    is exact for large logits, because no logarithm is added to their peak.
+    d log p_y / d z_j = 1[j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy), where p_j =
+    exp(z_j) / total. The caller adds the terms 1[j = y].
 
     Args:
-        logits: [N, columns] logits of a chunk of the vocabulary, less the peak of each row.
+        logits: [N, columns] logits of a chunk of the vocabulary, minus the peak of each row.
         rows: the rows of the backward pass, with their statistics.
         grad: `rows.grad_all`, which the caller computes once for all chunks.
     """
@@ -287,20 +286,20 @@ def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return each row's logit at its column, [N], 0 if another chunk has the column."""
+    """Return each row's logit at its column, [N]; 0 if the column is in another chunk."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     return torch.where(is_inside, picked, 0.0)
 
 
 def _pick_of_rows(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the logits at rows and columns, [M], 0 if another chunk has the column."""
+    """Return the logits at rows and columns, [M]; 0 for columns of other chunks."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     return logits[rows, columns.clamp(0, logits.shape[1] - 1)].where(is_inside, 0.0)
 
 
 def _add_at(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add each row's value at its column, unless another chunk has the column."""
+    """Add each row's value at its column, if the column is in this chunk."""
     is_inside = (columns >= 0) & (columns < matrix.shape[1])
     columns = columns.clamp(0, matrix.shape[1] - 1)[:, None]
     matrix.scatter_add_(1, columns, torch.where(is_inside, values, 0.0)[:, None])

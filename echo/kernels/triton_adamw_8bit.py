@@ -1,7 +1,7 @@
 """The update of `adamw_8bit` as one Triton kernel.
 
-A program reads BLOCKS_PER_PROGRAM blocks of weights, gradients, codes and scales, and writes them
-again except for the gradients. So each byte is read and written at most once.
+A program reads BLOCKS_PER_PROGRAM blocks of weights, gradients, codes and scales, and writes the
+new weights, codes and scales. So each byte is read and written at most once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCKS_PER_PROGRAM = 16
 
 @triton.jit
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """Interpolate from the nearer end, so that rounding is as in torch.lerp."""
+    """Interpolate from the nearer end, for the same rounding as torch.lerp."""
     near_start = start + weight * (end - start)
     near_end = end - (end - start) * (1.0 - weight)
     return tl.where(weight < 0.5, near_start, near_end)
@@ -26,7 +26,7 @@ def _lerp(start: Any, end: Any, weight: Any) -> Any:
 
 @triton.jit
 def _encode(values: Any, table: Any, min_scale: Any) -> Any:
-    """Return the nearest codes of the values, int32 [blocks, block], and scales [blocks]."""
+    """Return the nearest codes of `values`, int32 [blocks, block], and the scales [blocks]."""
     scales = tl.maximum(tl.max(tl.abs(values), axis=1), min_scale)
     values = tl.div_rn(values, scales[:, None] + tl.zeros_like(values))
     codes = tl.zeros_like(values).to(tl.int32)
@@ -98,7 +98,7 @@ def launch_update(
     *,
     block: int,
 ) -> None:
-    """Make one AdamW update of a tensor and of its two moments, in place.
+    """Make one AdamW update of a tensor and both moments, in place.
 
     Args:
         weights: float32, n * block numbers, contiguous.
@@ -106,8 +106,8 @@ def launch_update(
         mean: codes and scales of the running mean of gradients.
         mean_square: codes and scales of the running mean of squared gradients.
         tables: code values of `mean` and of `mean_square`, float32 [256] each.
-        numbers: the kernel's arguments from `learning_rate` to `min_scale`, in order.
-        block: numbers that share a scale, a power of two.
+        numbers: the kernel's arguments `learning_rate` to `min_scale`, in order.
+        block: number of values that share a scale, a power of two.
     """
     num_blocks = weights.numel() // block
     with torch.cuda.device(weights.device if weights.is_cuda else -1):

@@ -1,20 +1,21 @@
-"""Triton kernels, which use logits where they are computed and do not store them.
+"""Triton kernels: logits are used where they are computed, and never stored.
 
-Forward. One program scores a tile of rows against one part (split) of the vocabulary. In the
-accumulator of the product it computes the running maximum, the sum of exponentials, the weighted
-sum for the entropy, and the target's logit. A second kernel combines the splits into the
-log-probability of a token, and computes its ratio, clip and policy coefficient. Further ids of a
-row are few. So a third kernel multiplies only the rows of the head for these ids.
+Forward. One program scores a tile of rows against one part (split) of the vocabulary. From the
+accumulator of the product, the program computes the running maximum, the sum of exponentials, the
+weighted sum for the entropy, and the target's logit. A second kernel combines the splits into
+log-probability, ratio, clip and policy coefficient of each token. A third kernel computes the
+logits of further ids, which are few.
 
 Backward. For each chunk of the vocabulary, one kernel computes the gradient of the logits in the
-dtype of the states. cuBLAS turns it into the two gradients.
+dtype of the states. cuBLAS computes the gradients of states and weight from the gradient of the
+logits.
 
 The kernels for pairs of a row and an id read only the rows of these pairs. There are no atomics,
-and every sum has a fixed order. So the same input gives the same bits.
+and every sum has a fixed order, so the same input always gives the same bits.
 
-Exponentials are powers of 2, which the hardware computes. `Scores.peak` is in units of log 2.
-Operands are loaded through tensor descriptors (TMA on Hopper). Loads outside of the matrix read
-zeros, which would count as logits. So columns beyond the vocabulary are masked in the accumulator.
+Exponentials are powers of 2, so `Scores.peak` is in units of log 2. Operands are loaded through
+tensor descriptors (TMA on Hopper). Loads outside the matrix read zeros, so columns beyond the
+vocabulary are masked in the accumulator.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -54,9 +55,9 @@ from echo.kernels.contract import (
 KernelName = Literal["scores", "grad_logits"]
 
 MAX_SPLITS = 32
-"""Largest number of parts of the vocabulary that are scored in parallel. The number does not depend
-on the number of rows, so the result of a row does not depend on other rows. 32 parts fill a GPU
-even with 512 rows.
+"""Largest number of parts of the vocabulary that are scored in parallel. It is independent of the
+number of rows, so that no row's result depends on other rows. 32 parts fill a GPU even with 512
+rows.
 """
 
 
@@ -65,18 +66,17 @@ class LaunchConfig:
     """Launch parameters of a kernel that multiplies tiles."""
 
     rows: int
-    """Rows (tokens) of a tile; like the other two sizes, a power of two."""
+    """Number of rows (tokens) of a tile, a power of two."""
     columns: int
-    """Columns (vocabulary entries) of a tile."""
+    """Number of columns (vocabulary entries) of a tile, a power of two."""
     depth: int
-    """Part of the model width that one step of the product reads."""
+    """Model width that one step of the product reads, a power of two."""
     num_warps: int
     num_stages: int
-    """Number of steps of the product that are loaded ahead. Each step loads (rows + columns) *
-    depth elements.
-    """
+    """Number of steps of the product to load ahead, each with (rows + columns) * depth elements."""
     group_rows: int = 8
-    """Number of row tiles that run together on the same columns, to share these in the cache."""
+    """Number of row tiles that run together on the same columns, to share the columns in the cache.
+    """
 
 
 _WIDE = LaunchConfig(128, 256, 64, num_warps=8, num_stages=4)
@@ -88,21 +88,17 @@ HOPPER: dict[tuple[int, int], dict[KernelName, LaunchConfig]] = {
     # do not.
     (3, 9): {"scores": _TALL, "grad_logits": _WIDE},
 }
-"""Launch configurations of Hopper GPUs, by version of Triton and by kernel. A version without an
-entry uses the entry of the next older version. Each entry applies to scores with and without
-entropy.
+"""Launch configurations of Hopper GPUs, by version of Triton and kernel. A version without an entry
+uses the entry of the next older version.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
-"""Configuration of all GPUs without their own entry. On GPUs before Hopper, operands pass through
-registers. The configuration is so small that no register spills there. It needs 36 KiB of shared
-memory, which every GPU has.
+"""Configuration of all other GPUs. It is so small that no register spills on GPUs before Hopper,
+where operands pass through registers. It needs 36 KiB of shared memory, which every GPU has.
 """
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
-"""Configuration for inputs in float32. It is for comparisons and not for speed, since tensor cores
-cannot multiply float32 exactly.
-"""
+"""Configuration for float32 inputs, for comparisons and not for speed."""
 
 
 def launch_config(
@@ -123,13 +119,11 @@ def launch_config(
 
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether TRITON_INTERPRET=1 was set at import, for tests with tensors on the CPU."""
+"""Whether TRITON_INTERPRET=1 was set at import, for tests on the CPU."""
 
 _ROWS_PER_PROGRAM = 32
 _IDS_PER_PROGRAM, _ID_DEPTH = 32, 128
-"""Sizes of a tile of the kernel that scores further ids: number of ids, and model width of one
-step.
-"""
+"""Tile sizes of the kernel that scores further ids: number of ids, and model width per step."""
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Finite, so that 0 * (masked - peak) stays 0; -inf would make it NaN.
@@ -143,7 +137,7 @@ _MASKED = tl.constexpr(-1.0e30)
 def _grouped_tile(program, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
     """Return (row tile, column tile) of a program.
 
-    Consecutive programs have GROUP row tiles on the same columns, which then stay in the cache.
+    GROUP consecutive row tiles use the same columns, which then stay in the cache.
     """
     group_size = GROUP * num_column_tiles
     first = (program // group_size) * GROUP
@@ -178,7 +172,7 @@ def scores_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Store the statistics of one row tile and split, and target logits."""
+    """Store the statistics of one row tile and split, and the target logits."""
     row_tile, split = _grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
@@ -223,7 +217,7 @@ def _store_policy_terms(
     logprobs, rows, is_row, sampler_ptr, advantage_ptr, loss_ptr, coefficient_ptr, ratio_ptr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Store each row's loss, coefficient and ratio. A NaN ratio stays NaN."""
+    """Store the loss, coefficient and ratio of each row. A NaN ratio stays NaN."""
     sampler_logprobs = tl.load(sampler_ptr + rows, mask=is_row, other=0.0)
     advantages = tl.load(advantage_ptr + rows, mask=is_row, other=0.0)
     log_ratio = logprobs - sampler_logprobs
@@ -253,7 +247,7 @@ def combine_kernel(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, ENTROPY: tl.constexpr, POLICY: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Combine all splits into log-probability, entropy and terms of the loss."""
+    """Combine all splits; store log-probabilities, entropies and terms of the loss."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     splits = tl.arange(0, SPLITS)
@@ -291,8 +285,8 @@ def grad_logits_kernel(
 ):  # fmt: skip
     """Store the gradient of one tile of a chunk's logits.
 
-    `_row_factors` gives the equation. Ids count from the chunk's first column. Columns outside of
-    the chunk are computed but not stored, because the descriptor of the output ends with the chunk.
+    `_row_factors` has the equation. Ids count from the chunk's first column. Columns outside the
+    chunk are not stored, because the output's descriptor ends with the chunk.
     """
     row_tile, column_tile = _grouped_tile(
         tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
@@ -352,7 +346,7 @@ def pair_logits_kernel(
     num_pairs, states_stride, weight_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the logits of a few pairs, divided by temperature."""
+    """Store the logits of PAIRS pairs, divided by temperature."""
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     is_pair = pairs < num_pairs
     rows = tl.load(rows_ptr + pairs, mask=is_pair, other=0)
@@ -429,7 +423,7 @@ def forward(
     sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
-    """Return the scores of the ids, with 12 bytes of memory per row and split."""
+    """Return the scores of the ids, using 12 bytes of memory per row and split."""
     num_rows, num_columns = len(hidden), len(weight)
     config = _config("scores", hidden)
     num_tiles = triton.cdiv(num_columns, config.columns)
@@ -485,8 +479,7 @@ def backward(
 
     Each row of the weight's gradient is written once, by one product.
 
-    Outputs are float32, so that products are summed in float32. For outputs of 16 bits, cuBLAS may
-    split a sum and add its parts in 16 bits.
+    Outputs are float32, because cuBLAS may sum parts of a 16-bit output in 16 bits.
     """
     num_rows, width = rows.states.shape
     states = aligned(rows.states)
@@ -532,7 +525,7 @@ _PAIRS = 32
 
 @_on_its_device
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs divided by temperature."""
+    """Return the [M] logits of the pairs, divided by temperature."""
     hidden = hidden.contiguous()
     logits = scale.new_empty(len(pairs.rows))
     if len(logits):
@@ -554,7 +547,7 @@ def pair_gradients(
     needs_states: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of states and weight, None if not needed.
+    """Return the gradients of states and weight, each None if not needed.
 
     Each row of a gradient is written once, from one float32 sum.
     """
@@ -570,9 +563,9 @@ def pair_gradients(
 
 
 def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, out: Tensor) -> None:
-    """Write the sum of each row's pairs to `out`.
+    """Write, for each row of `out`, the sum over the row's pairs.
 
-    A pair adds its factor times its row of `matrix`.
+    Each pair contributes its factor times its row of `matrix`.
 
     Args:
         matrix: [R, D] the rows to be summed.
@@ -593,11 +586,11 @@ def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, ou
 
 
 def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the factors of a row's logit gradient: rate, peak, base, slope, hit, [n] each.
+    """Return five factors of each row's logit gradient: rate, peak, base, slope, hit; [n] each.
 
-    Let x = logit * rate - peak and e = 2^x. Then the probability is e / total, and the gradient is
-    hit * 1[column = id] - e * (base + slope * x). It is the sum of the gradients of the
-    log-probability and of the entropy (`torch_kernels._logit_gradient`).
+    With x = logit * rate - peak and e = 2^x, the gradient is hit * 1[column = id] - e * (base +
+    slope * x). This is the sum of the gradients of log-probability and entropy
+    (`torch_kernels._logit_gradient`).
     """
     hit, whole = rows.grad * rows.scale, rows.grad_all * rows.scale
     rate = rows.scale * _LOG2E.value
@@ -610,7 +603,7 @@ def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, *, keep: float) -> None:
-    """Write left @ right + keep * out to the float32 `out`, with a sum in float32."""
+    """Write left @ right + keep * out to the float32 `out`, summed in float32."""
     if out.is_cuda:
         torch.addmm(out, left, right, out_dtype=torch.float32, beta=keep, out=out)
     else:  # the interpreter's tensors
