@@ -1,4 +1,4 @@
-"""Group-relative advantages, which compare the rollouts of a prompt.
+"""Group-relative advantages: each rollout is compared with the other rollouts of its prompt.
 
 Shapes: N groups, G group size.
 """
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 STD_FLOOR = 1e-4
 """Number added to the standard deviation of a group's rewards, as in TRL. It keeps advantages
-finite if the rewards are nearly equal.
+finite if rewards are nearly equal.
 """
 
 
@@ -23,18 +23,18 @@ def group_advantages(
 ) -> npt.NDArray[np.float64]:
     """Return each rollout's advantage: its reward less the mean reward of its group.
 
-    A_ng = r_ng - mean_g(r_n), divided by (std_g(r_n) + 1e-4) if normalised, std unbiased. With
-    leave-one-out the mean is over the other rollouts: r_ng - mean_{h != g}(r_nh), which is G / (G -
-    1) times the value above. A group whose rewards are all equal gets exactly 0.
+    For rewards r, A_ng = r_ng - mean_g(r_n). If normalised, A is divided by std_g(r_n) + 1e-4, with
+    the unbiased std. With leave-one-out, the mean is over the other rollouts, which multiplies A by
+    G / (G - 1). If all rewards of a group are equal, A is exactly 0.
 
-    With value_beta b the baseline is V_n = b ln mean_g exp(r_ng / b) in place of the mean. A policy
-    that pays b of reward per nat of KL to the sampler reaches at most V_n on this prompt. V is
-    between the mean (b large) and the largest reward (b near 0).
+    With value_beta b, the baseline is V_n = b ln mean_g exp(r_ng / b) instead of the mean. V is
+    between the mean (b large) and the largest reward (b near 0), and estimates the best value of
+    reward - b KL(policy || sampler) on the prompt.
 
     Args:
         rewards: [N, G] floating point, G >= 2.
         normalize_by_std: whether to divide by the group's standard deviation.
-        leave_one_out: whether a rollout's own reward stays out of its baseline.
+        leave_one_out: whether a rollout's baseline excludes its own reward.
         value_beta: b, > 0; None for the mean.
 
     Returns:
@@ -45,10 +45,10 @@ def group_advantages(
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2; without std: Dr. GRPO, arXiv:2503.20783;
     leave-one-out: RLOO, arXiv:2402.14740; V: OAPL, arXiv:2602.19362, eq. 2.
-    Differs from the paper: nothing but the floor of the standard deviation.
+    Differs from the paper: 1e-4 is added to the standard deviation.
     Limits: after division by the standard deviation, groups with almost all rollouts right or
-    almost all wrong have the largest advantages. This function cannot detect that a group has lost
-    rollouts.
+    almost all rollouts wrong have the largest advantages. Lost rollouts of a group are not
+    detected.
     """
     _check(rewards)
     values = rewards.astype(np.float64)
@@ -78,7 +78,7 @@ def _check(rewards: npt.NDArray[np.floating]) -> None:
 def _baselines(
     values: npt.NDArray[np.float64], value_beta: float | None
 ) -> npt.NDArray[np.float64]:
-    """Return the mean of each group's rewards, or with `value_beta` its V; [N, 1]."""
+    """Return each group's mean reward, or V if `value_beta` is given; [N, 1]."""
     if value_beta is None:
         means: npt.NDArray[np.float64] = values.mean(1, keepdims=True)
         return means
@@ -92,14 +92,15 @@ def _baselines(
 def overlong_penalties(
     num_tokens: npt.NDArray[np.integer], *, max_tokens: int, buffer_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """Return the penalty to add to the reward of each completion, by its length.
+    """Return the length penalty of each completion, to be added to its reward.
 
     The penalty is 0 up to max_tokens - buffer_tokens, and falls linearly to -1 at max_tokens.
 
     Args:
-        num_tokens: any shape, completion tokens, 0..max_tokens.
-        max_tokens: limit of a completion's tokens.
-        buffer_tokens: tokens before the limit over which the penalty grows, 1..max_tokens.
+        num_tokens: number of completion tokens, 0..max_tokens; any shape.
+        max_tokens: largest number of tokens of a completion.
+        buffer_tokens: number of tokens before `max_tokens` over which the penalty grows,
+            1..max_tokens.
 
     Returns:
         Array in the shape of `num_tokens`.
@@ -109,7 +110,7 @@ def overlong_penalties(
 
     Source: DAPO, arXiv:2503.14476, eq. 13.
     Differs from the paper: nothing.
-    Limits: a group whose rewards were equal gets a gradient from its lengths alone.
+    Limits: a group with equal rewards gets a gradient from its lengths alone.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Balanced micro-batches: bins of equal work, divided among ranks in rounds.
 
 Ranks that train one model together wait for each other at every layer. A round is one micro-batch
-on each rank. It lasts as long as its heaviest micro-batch. First-fit would leave one bin nearly
-empty. Here all bins get nearly the same work, and the heaviest bins are in one round.
+on each rank, and lasts as long as its heaviest micro-batch. So all micro-batches (bins) get nearly
+the same work, and the heaviest bins are in the same round.
 
 Source: the greedy rule of scheduling, longest processing time first (R. L. Graham, 1969).
 Differs from the source: a bin holds a bounded number of tokens, and the function finds the number
@@ -29,20 +29,20 @@ def balanced_rounds(
 ) -> list[list[Bin]]:
     """Divide rows into rounds of one micro-batch for each rank.
 
-    The heaviest round comes first, so that a lack of memory shows at once. A row is never cut. If
-    it is longer than `max_tokens`, it gets its own micro-batch. With `group_index` a group is never
-    cut either.
+    The heaviest round comes first, so that a lack of memory shows at once. Rows are never cut, and
+    a row longer than `max_tokens` gets its own micro-batch. With `group_index`, groups are never
+    cut.
 
     Args:
         lengths: tokens of each row, >= 1.
         work: work of each row, in any unit, > 0.
         max_tokens: bound on the tokens of a micro-batch, inclusive.
         num_ranks: micro-batches in a round.
-        group_index: group of each row, to keep groups whole; None lets rows go anywhere.
+        group_index: group of each row, to keep groups whole; None for no groups.
 
     Returns:
-        A bin for each round and rank. Each index is in exactly one bin. A bin is empty only if
-        there are not enough rows for all ranks. The result depends on the arguments alone.
+        A bin for each round and rank, empty if there are not enough rows. Each index is in exactly
+        one bin.
     """
     if max_tokens < 1 or num_ranks < 1:
         raise ValueError(f"max_tokens = {max_tokens}, num_ranks = {num_ranks}: must be at least 1")
@@ -67,9 +67,9 @@ def balanced_rounds(
 def _fewest(
     units: Sequence[tuple[float, int, Bin]], max_tokens: int, num_ranks: int
 ) -> list[tuple[float, Bin]]:
-    """Return the work and the rows of each bin, for the fewest rounds that suffice.
+    """Return the work and the rows of each bin, for the smallest possible number of rounds.
 
-    The number of rounds is found by bisection with `_fill`. Each unit is (work, tokens, rows).
+    Each unit is (work, tokens, rows).
     """
     total = sum(min(tokens, max_tokens) for _, tokens, _ in units)
     num_alone = sum(2 * tokens > max_tokens for _, tokens, _ in units)  # one per bin
@@ -93,7 +93,7 @@ def _fill(
     """Put each unit (work, tokens, rows), heaviest first, into the lightest possible bin.
 
     Returns:
-        The work and the rows of each bin; None if a unit fits into no bin.
+        The work and the rows of each bin; None if some unit fits into no bin.
     """
     contents: list[Bin] = [[] for _ in range(num_bins)]
     works = [0.0] * num_bins

@@ -1,24 +1,25 @@
 """Micro-batches of rollouts, as padded rows or as one packed row.
 
-The input of a rollout is its prompt and its completion, without the last token. No scored token is
+A rollout's input is its prompt and its completion without the last token, because no token is
 predicted from the last token.
 
 A padded row has one rollout and padding on its right. Under causal attention no real token attends
-to the padding. So the row needs no attention mask, and its positions count from 0. Padded rows may
-be filled to one of a few lengths. Further rows of padding may make their number a power of two.
+to padding, so the row needs no attention mask, and positions count from 0. Padded rows may be
+filled to one of a few lengths, and rows of padding may be added to make the number of rows a power
+of two.
 
-A packed row has several rollouts one after the other, and the model must keep them apart
-(train/models/packing.py). Rollouts may share their prompt. The packed row then has the prompt once,
-before their completions. A packed row may be filled to one of a few sizes, with tokens that attend
-to themselves alone.
+A packed row has several rollouts one after the other. The model must keep the rollouts apart
+(train/models/packing.py). If rollouts share their prompt, the row has the prompt once, before the
+completions. A packed row may be filled to one of a few sizes, with tokens that attend only to
+themselves.
 
 Only the model's input differs. A loss gets the same [B, T] tensors.
 
-A rollout may have several chains (core/chains.py). A packed row has each piece of such a rollout
-once. A piece attends to the tokens before it in its chains. In padded rows, and for models that
-cannot share tokens, each chain is a separate segment. It repeats the tokens that it has in common
-with other chains. In both cases each completion token is predicted once. So a loss gets a rollout
-of several chains as one row.
+A rollout may have several chains, which branch from common tokens (core/chains.py). A packed row
+has each piece of such a rollout once, and a piece attends to the earlier tokens of its chain. In
+padded rows, and for models that cannot share tokens, each chain is a separate segment, and common
+tokens are repeated. In both cases each completion token is predicted once, and a loss gets the
+rollout as one row.
 
 Shapes: B rollouts of a micro-batch, P prompt tokens, T completion tokens, L input tokens.
 """
@@ -43,12 +44,11 @@ from echo.kernels.contract import FurtherIds, Pairs
 from echo.kernels.logprob import IdSets
 
 PAD_ID = 0
-"""Input id of padding. Any id of the vocabulary would do, since no scored token attends to padding.
-"""
+"""Input id of padding. Any id is possible, since no scored token attends to padding."""
 
 MIN_SAVED = 0.2
 """Smallest share of tokens that sharing a prompt must save. Attention is slower with shared
-prompts. If fewer tokens are saved, a CPU loses more time in attention than it saves elsewhere.
+prompts, so smaller savings would cost time on a CPU.
 """
 
 
@@ -64,23 +64,23 @@ class TrainingRow:
     """Index of the rollout's group in the batch."""
     log_expectation: float = 0.0
     """Log of the group expectation of the sampler's probability (`losses.group_log_expectation`); 0
-    if the loss does not use it.
+    if the loss does not need the expectation.
     """
     proximal_logprobs: npt.NDArray[np.float32] | None = None
-    """[T] log-probability of each completion token under the policy at the start of the step, nats.
-    None if that policy is the present one.
+    """[T] log-probability of each completion token under the policy at the start of the step, nats;
+    None if that policy is the present policy.
     """
 
     @property
     def tree(self) -> Tree | None:
-        """The pieces of the rollout's completion; None if it has one chain."""
+        """The pieces of the rollout's completion; None for a single chain."""
         if not len(self.rollout.branches):
             return None
         return Tree.of(self.rollout, num_prompt=len(self.prompt_ids))
 
     @property
     def num_inputs(self) -> int:
-        """Number of the rollout's tokens that go through the model, if chains share tokens.
+        """Number of tokens that go through the model if chains share tokens.
 
         All P + T tokens count, except the last token of each chain.
         """
@@ -90,7 +90,7 @@ class TrainingRow:
 
     @property
     def chain_inputs(self) -> list[int]:
-        """Number of tokens of each chain that go through the model, if chains share no tokens."""
+        """Number of tokens of each chain that go through the model if chains share no tokens."""
         tree = self.tree
         if tree is None:
             return [self.num_inputs]
@@ -98,9 +98,9 @@ class TrainingRow:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Return each piece's number of inputs and number of tokens before it.
+        """Return (number of inputs, number of earlier tokens in the chain) of each piece.
 
-        Only tokens of the piece's chain count. The first piece includes the prompt.
+        The first piece includes the prompt.
         """
         tree = self.tree
         if tree is None:
@@ -118,16 +118,15 @@ class TrainingRow:
 
 
 def _num_inputs(tree: Tree, piece: Piece) -> int:
-    """Return the number of a piece's tokens that go through the model.
+    """Return the number of tokens of a piece that go through the model.
 
-    The last token of a piece goes through the model only if another piece follows. Otherwise it
-    predicts no token.
+    The last token of a piece is excluded if no other piece follows, because it predicts no token.
     """
     return piece.end - piece.start - (not tree.is_continued(piece))
 
 
 RowRuns = tuple[tuple[int, int], ...]
-"""Runs of tokens in a packed row: the place where each starts, and its number of tokens."""
+"""Runs of tokens in a packed row: (start, number of tokens) of each run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,24 +141,21 @@ class Segments:
     """
 
     lengths: tuple[int, ...]
-    """Number of tokens of each segment; on the host, so that no reader has to wait for a GPU."""
+    """Number of tokens of each segment, on the host."""
     prefixes: tuple[RowRuns, ...]
-    """For each segment, the runs of tokens in the row that it continues. These are its shared
-    prompt and the pieces before it.
+    """For each segment, the earlier runs of tokens in the row that it continues: a shared prompt,
+    and earlier pieces.
     """
     ends: Tensor
-    """[n + 1] int32: the place in the row where each of the n segments starts, then L."""
+    """[n + 1] int32: start of each of the n segments in the row, then L."""
     position_ids: Tensor
-    """[1, L] int64: position of each token in its chain. The first position in a segment is the
-    number of tokens before the segment.
-    """
+    """[1, L] int64: position of each token in its chain."""
     keys: Tensor | None
-    """[K] int64: the places in the row that each segment attends to, one segment after another. A
-    segment attends to the tokens before it and to its own tokens. None if no segment has tokens
-    before it.
+    """[K] int64: for one segment after another, the places in the row that the segment attends to:
+    its earlier runs and its own tokens. None if no segment continues earlier tokens.
     """
     key_ends: Tensor
-    """[n + 1] int32: the place in `keys` where the list of each segment starts, then K."""
+    """[n + 1] int32: start of each segment's places in `keys`, then K."""
 
     @staticmethod
     def of(lengths: Sequence[int], prefixes: Sequence[RowRuns] | None = None) -> Segments:
@@ -167,8 +163,8 @@ class Segments:
 
         Args:
             lengths: number of tokens of each segment, > 0.
-            prefixes: for each segment, the runs of tokens before it; None if no segment has tokens
-                before it.
+            prefixes: for each segment, the runs of earlier tokens that it continues; None if no
+                segment continues earlier tokens.
         """
         sizes = np.cumsum([0, *lengths])
         if prefixes is None or not any(prefixes):
@@ -204,18 +200,18 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LikelyTokens:
-    """The sampler's most likely ids at each scored token, M ids in all."""
+    """The sampler's most likely ids at all scored tokens, M ids in all."""
 
     ids: FurtherIds
-    """The M ids. `ids.rows` has, for each id, the index 0..N-1 of its scored token."""
+    """The M ids. `ids.rows` has the index 0..N-1 of each id's scored token."""
     places: Tensor
-    """[M] int64: for each id, the place of its scored token in the flattened [B, T]."""
+    """[M] int64: place of each id's scored token in the flattened [B, T]."""
     sampler_logprobs: Tensor
     """[M] float32: log-probability of each id under the sampler, nats."""
 
     @staticmethod
     def of(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> LikelyTokens | None:
-        """Return the likely ids of the scored tokens, None if no rollout has any.
+        """Return the likely ids of the scored tokens; None if no rollout has likely ids.
 
         Args:
             rollouts: the rollouts of a micro-batch.
@@ -256,8 +252,8 @@ class MicroBatch:
     """The tensors of some rollouts that go through the model together."""
 
     input_ids: Tensor
-    """[B, L] int64, padded on the right, or [1, L] if packed. Padded rows may be followed by
-    further rows of padding only.
+    """[B, L] int64, padded on the right, or [1, L] if packed. Rows of padding may follow the padded
+    rows.
     """
     token_ids: Tensor
     """[B, T] int64: ids of the completion tokens."""
@@ -266,10 +262,12 @@ class MicroBatch:
     sampler_logprobs: Tensor
     """[B, T] float32: log-probability of each completion token under the sampler, nats."""
     completion_mask: Tensor
-    """[B, T] bool: whether each token is trained (or scored, see `collate`); False in padding."""
+    """[B, T] bool: whether each token is trained (or scored, see `score_all` of `collate`); False
+    in padding.
+    """
     scored: Tensor
-    """[N] int64: the places of the scored tokens in the flattened [B, T], where `completion_mask`
-    is True. The host computes them, so that it need not wait for a GPU.
+    """[N] int64: places in the flattened [B, T] where `completion_mask` is True, computed on the
+    host.
     """
     advantages: Tensor
     """[B] float32: advantage of each rollout."""
@@ -281,33 +279,32 @@ class MicroBatch:
     """[B] float32: `TrainingRow.log_expectation` of each rollout."""
     proximal_logprobs: Tensor | None = None
     """[B, T] float32: log-probability of each token under the proximal policy, nats; None if the
-    proximal policy is the present one.
+    proximal policy is the present policy.
     """
     supports: IdSets | None = None
-    """For each scored token that was drawn from a part of the vocabulary, the ids of that part.
-    None if there is no such token.
+    """The supports of scored tokens: the ids that a token was drawn from, if not the whole
+    vocabulary. None without supports.
     """
     lacking: Pairs | None = None
-    """The few ids that the sampler excluded for scored tokens. Each pair is the index 0..N-1 of a
-    scored token, and an excluded id. None if there are no pairs.
+    """Ids that the sampler excluded, if few. Each pair is the index 0..N-1 of a scored token, and
+    an excluded id. None without pairs.
     """
     likely: LikelyTokens | None = None
     """The sampler's most likely ids at each scored token; None if workers send no likely ids."""
     segments: Segments | None = None
     """Segments of a packed row; None for padded rows."""
     num_filled: int = 0
-    """Number of tokens at the end of a packed row that belong to no rollout. Each of these tokens
-    is a segment of its own.
+    """Number of tokens that fill the end of a packed row. Each of these tokens is a separate
+    segment.
     """
 
     def spans(self, rows: Sequence[TrainingRow]) -> list[tuple[int, int]]:
-        """Return each chain's or segment's number of tokens, and of tokens before it.
+        """Return (number of tokens, number of earlier tokens) of each chain or segment.
 
         Padded rows have chains, and packed rows have segments.
 
         Args:
-            rows: the rows that the micro-batch was made from. If `rows` is empty, the result is
-                empty, too.
+            rows: the rows of the micro-batch. If `rows` is empty, the result is empty.
         """
         if not rows or self.segments is None:
             return [(length, 0) for row in rows for length in row.chain_inputs]
@@ -316,11 +313,11 @@ class MicroBatch:
         return spans[: len(spans) - self.num_filled]
 
     def pick(self, values: Tensor) -> Tensor:
-        """Return the values at the scored tokens, [N] from [B, T]."""
+        """Return the values [N] at the scored tokens, from `values` [B, T]."""
         return values.flatten().index_select(0, self.scored)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the [N] values at the places of the scored tokens, 0 elsewhere, [B, T]."""
+        """Return the [N] values at the places of the scored tokens, [B, T]; 0 elsewhere."""
         shape = self.completion_mask.shape
         return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
 
@@ -340,7 +337,7 @@ class MicroBatch:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on `device`, without waiting for a GPU."""
+    """Copy a CPU tensor to `device`, without waiting for a GPU."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy from other memory waits until the GPU is idle
     return tensor.to(device, non_blocking=True)
@@ -363,8 +360,7 @@ def _moved_pairs(pairs: Pairs, device: torch.device) -> Pairs:
 def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> Pairs | None:
     """Return the ids that the sampler excluded for scored tokens.
 
-    The result is the value of `MicroBatch.lacking`. It is None if no rollout has recorded excluded
-    ids.
+    None if no rollout has recorded excluded ids.
 
     Args:
         rollouts: the rollouts.
@@ -388,14 +384,14 @@ def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -
 
 
 def id_sets(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> IdSets | None:
-    """Return the supports of the scored tokens, None if there are none.
+    """Return the supports of the scored tokens; None without supports.
 
     Args:
-        rollouts: the rollouts; the support of a token is the set of ids that it was drawn from.
+        rollouts: the rollouts. The support of a token is the set of ids that it was drawn from.
         is_scored: [B, T] whether a token is scored.
 
     Raises:
-        ValueError: if a scored token is not in its support.
+        ValueError: if a scored token is outside its support.
     """
     if all(rollout.support is None for rollout in rollouts):
         return None
@@ -436,22 +432,20 @@ def pack_micro_batches(
 ) -> list[list[int]]:
     """Divide rows into micro-batches of up to `max_tokens` tokens with padding.
 
-    Rows of similar length are put together, so that there is little padding. The longest come
-    first, so that a lack of memory shows at once. A row is never cut. If it is longer than
-    `max_tokens`, it gets its own micro-batch. With `group_index` a group is never cut either.
+    Rows of similar length are put together, for little padding. The longest rows come first, so
+    that a lack of memory shows at once. Rows are never cut, and a row longer than `max_tokens` gets
+    its own micro-batch. With `group_index`, groups are never cut.
 
     Args:
-        lengths: tokens of each row, including the padding that the row would have alone, >= 1.
+        lengths: number of tokens of each row, including the row's own padding, >= 1.
         max_tokens: bound on a micro-batch's number of rows times its longest row, inclusive.
-        counts: the number of padded rows for each row, one for each of its chains. None if each row
-            takes one padded row.
-        group_index: group of each row, to keep groups whole; None lets rows go anywhere.
-        by_powers: whether the number of rows of each micro-batch is a power of two. Without effect
-            if groups are kept whole.
+        counts: for each row, its number of padded rows (one for each chain); None for one padded
+            row each.
+        group_index: group of each row, to keep groups whole; None for no groups.
+        by_powers: whether each micro-batch has a power of two of rows; ignored with `group_index`.
 
     Returns:
-        The row indices of each micro-batch. Each index occurs exactly once. The result depends on
-        the arguments alone.
+        The row indices of each micro-batch. Each index occurs exactly once.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
@@ -484,20 +478,19 @@ def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
 def share_prompts(
     rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Gather the rows of each prompt into units that can share the prompt.
+    """Divide rows into units. The rows of a unit share their prompt.
 
-    A unit has at most half the tokens of a micro-batch, so that several units fit into one. The
-    rows of a unit share their prompt only if that saves at least MIN_SAVED of their tokens.
+    A unit has at most half the tokens of a micro-batch, so that several units fit into a
+    micro-batch. Rows share a prompt only if sharing saves at least MIN_SAVED of their tokens.
 
     Args:
-        rows: rows of one prompt have the same array object as `prompt_ids`.
+        rows: the rows. Rows with the same prompt must have the same array object as `prompt_ids`.
         max_tokens: limit of a micro-batch's tokens.
-        whole: group of each row, if groups must not be cut; None otherwise.
+        whole: group of each row, to keep groups whole; None for no groups.
 
     Returns:
-        For each row, the number of tokens that it adds to a packed row, and the number of its unit.
-        The tokens of a shared prompt count for the first row of the unit. Rows with the same unit
-        share their prompt.
+        For each row, the number of tokens that the row adds to a packed row, and the number of its
+        unit. The tokens of a shared prompt count for the first row of a unit.
     """
     gathered: list[list[int]] = []
     sizes: list[int] = []  # tokens of each unit
@@ -523,22 +516,23 @@ def share_prompts(
 
 
 Places = npt.NDArray[np.int64]
-"""[P + T] for each token of a sample, prompt and completion, its place in the row. A token that
-does not go through the model has the place -1."""
+"""[P + T]: place in the row of each token of a sample, prompt and completion; -1 for a token that
+does not go through the model.
+"""
 
 
 @dataclass(slots=True)
 class _Row:
-    """Segments of a packed row, or of padded rows one after another, under construction."""
+    """The segments of a packed row, or of consecutive padded rows, under construction."""
 
     lengths: list[int] = field(default_factory=list)
     prefixes: list[RowRuns] = field(default_factory=list)
     ids: list[tuple[int, npt.NDArray[np.int32]]] = field(default_factory=list)
-    """Runs of input ids, each with the place in the row of its first id."""
+    """(place in the row of the first id, input ids) of each run."""
     size: int = 0
 
     def add(self, length: int, prefix: RowRuns = ()) -> int:
-        """Append a segment, unless its length is 0. Return its start in the row."""
+        """Append a segment if its length is above 0; return its start in the row."""
         start = self.size
         if length:
             self.lengths.append(length)
@@ -553,7 +547,7 @@ class _Row:
             start += len(part)
 
     def input_ids(self) -> npt.NDArray[np.int64]:
-        """Return the ids of the row, with PAD_ID where nothing was put."""
+        """Return the ids of the row, with PAD_ID in empty places."""
         input_ids = np.full(self.size, PAD_ID, dtype=np.int64)
         for start, ids in self.ids:
             input_ids[start : start + len(ids)] = ids
@@ -562,24 +556,23 @@ class _Row:
 
 @dataclass(slots=True)
 class _Layout:
-    """A row under construction, and the place of each sample."""
+    """A row under construction, with the place of each sample."""
 
     row: _Row = field(default_factory=_Row)
     starts: list[tuple[int, int]] = field(default_factory=list)
-    """For each sample of one chain, where its prompt and its completion start in the row. The entry
-    of a sample of several chains is not used.
+    """For each sample of one chain, the start of its prompt and the start of its completion in the
+    row. Entries of other samples are not used.
     """
     trees: dict[int, Places] = field(default_factory=dict)
-    """For each sample of several chains, by its index: the places of its tokens."""
+    """Places of the tokens of each sample of several chains, by the sample's index."""
 
     def add(self, sample: TrainingRow, prompt: int | None = None, width: int = 0) -> None:
         """Append a sample of one chain.
 
         Args:
             sample: the sample.
-            prompt: start of the sample's shared prompt in the row. None if the sample's own prompt
-                is appended.
-            width: number of tokens to which the segment is filled on the right; 0 to fill nothing.
+            prompt: start of the shared prompt in the row; None to append the sample's own prompt.
+            width: number of tokens to which to fill the segment on the right; 0 for no filling.
         """
         ids, num_prompt = sample.rollout.token_ids[:-1], len(sample.prompt_ids)
         if prompt is None:
@@ -594,8 +587,8 @@ class _Layout:
     def add_pieces(self, sample: TrainingRow, tree: Tree, prompt: int | None = None) -> None:
         """Append the pieces of a sample of several chains, each as a segment.
 
-        `prompt` is the start of the sample's shared prompt in the row. If it is None, the prompt is
-        appended with the first piece.
+        `prompt` is the start of the shared prompt in the row. If `prompt` is None, the sample's own
+        prompt is appended with the first piece.
         """
         ids, num_prompt = _all_ids(sample), tree.num_prompt
         places: Places = np.full(len(ids), -1, np.int64)
@@ -613,7 +606,7 @@ class _Layout:
         self._add_tree(places)
 
     def add_chains(self, sample: TrainingRow, tree: Tree, width: int = 0) -> None:
-        """Append each chain of a sample as a segment filled to `width` tokens."""
+        """Append each chain of a sample as a segment, filled to `width` tokens."""
         ids, num_prompt = _all_ids(sample), tree.num_prompt
         places: Places = np.full(len(ids), -1, np.int64)
         for chain in tree.chains:
@@ -640,7 +633,7 @@ def _all_ids(sample: TrainingRow) -> npt.NDArray[np.int32]:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
-    """Join neighbouring runs if the second begins where the first ends."""
+    """Join neighbouring runs where one run ends and the next run begins at the same place."""
     joined: list[tuple[int, int]] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:
@@ -651,7 +644,7 @@ def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
 
 
 def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
-    """Return one row in which each chain is alone, filled to `width` tokens."""
+    """Return one row that has each chain separately, filled to `width` tokens."""
     layout = _Layout()
     for sample in samples:
         tree = sample.tree
@@ -672,9 +665,9 @@ def _padded_rows(samples: Sequence[TrainingRow], sizes: RowSizes, max_tokens: in
 
 
 def _together(samples: Sequence[TrainingRow], units: Sequence[int]) -> _Layout:
-    """Return one row in which the samples of a unit share their prompt.
+    """Return one row that has the prompt of each unit once.
 
-    The chains of a sample share the tokens that they have in common.
+    Common tokens of a sample's chains also occur once.
     """
     layout = _Layout()
     for _, same in groupby(zip(units, samples, strict=True), key=lambda pair: pair[0]):
@@ -696,10 +689,10 @@ def _together(samples: Sequence[TrainingRow], units: Sequence[int]) -> _Layout:
 def _predictors(
     samples: Sequence[TrainingRow], layout: _Layout, is_token: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """Return the places of the inputs that predict the completion tokens, [B, T].
+    """Return the place of the input that predicts each completion token, [B, T].
 
-    The place is 0 in padding, and -1 for a token that no input predicts. A token is predicted by
-    the token before it in its chain. The prompt's last token predicts the first completion token.
+    The input is the previous token of the chain; for the first completion token, the last token of
+    the prompt. The place is 0 in padding, and -1 for a token that no input predicts.
     """
     columns = np.arange(is_token.shape[1])
     starts = np.array([start for _, start in layout.starts], np.int64)
@@ -730,15 +723,14 @@ def collate(
     """Return the samples as one micro-batch on the CPU.
 
     Args:
-        samples: at least one sample. Either all or none have proximal log-probabilities.
-        score_all: whether `completion_mask` covers every completion token, not only trained tokens.
+        samples: one or more samples. Either all or no samples have proximal log-probabilities.
+        score_all: whether `completion_mask` includes all completion tokens, or only trained tokens.
         is_packed: whether to put all samples into one row.
-        shares_tokens: whether chains share tokens in a packed row. If not, each chain is a separate
-            segment.
-        units: unit of each sample in a packed row. Neighbours of the same unit share their prompt.
-            None if no prompt is shared.
-        row_sizes: sizes that rows are filled to; None to fill no row.
-        max_tokens: limit of a micro-batch's tokens, also for filling by `row_sizes`.
+        shares_tokens: whether chains share tokens in a packed row, or are separate segments.
+        units: unit of each sample in a packed row; neighbours of the same unit share their prompt.
+            None to share no prompt.
+        row_sizes: chooses the sizes to which rows are filled; None to fill no row.
+        max_tokens: limit of a micro-batch's tokens, including filling.
     """
     units = range(len(samples)) if units is None else units
     row_sizes, num_filled = row_sizes or RowSizes(), 0
@@ -784,7 +776,7 @@ def collate(
 def _padded(
     is_token: npt.NDArray[np.bool_], values: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike
 ) -> Tensor:
-    """Return the values of each rollout as a row of a [B, T] tensor, 0 in padding.
+    """Return the values of each rollout as one row of a [B, T] tensor; 0 in padding.
 
     `is_token` is False in padding.
     """

@@ -1,12 +1,12 @@
 """Importance weights and rollout masks.
 
-Weights multiply a token's loss by a bounded ratio of a proximal policy to the sampler. They belong
-to losses whose own ratio is taken against that proximal policy. A ratio against the sampler already
-contains the weight, so only decoupled PPO takes weights.
+Importance weights multiply a token's loss by a bounded ratio of a proximal policy to the sampler.
+Only decoupled PPO needs these weights, because its own ratio is learner to proximal policy. The
+ratios of all other losses are learner to sampler.
 
-Masks take whole rollouts out of a loss. Masks read the ratio and do not multiply by it, so they can
-be put around any loss over rollouts. Dropped tokens stay in the normaliser, as in AReaL. So the
-weight of the other tokens does not grow.
+Masks drop whole rollouts from a loss, and can be put around any loss. Dropped tokens stay in the
+normaliser (the count by which a loss divides), as in AReaL. So the weight of the kept tokens does
+not grow.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded).
 """
@@ -38,7 +38,7 @@ ImportanceWeight = Literal["token_tis", "sequence_tis", "token_mis", "sequence_m
 def importance_weights(
     log_ratio: Tensor, mask: Tensor, kind: ImportanceWeight, *, cap: float
 ) -> Tensor:
-    """Return the bounded importance weight of every token, a constant for autograd.
+    """Return the bounded importance weight of every token, without gradient.
 
     token_tis     min(r_t, cap)                    truncated importance sampling
     sequence_tis  min(prod_t r_t, cap)             the same for every token of a rollout
@@ -58,7 +58,7 @@ def importance_weights(
     Training" (2025); MIS/IcePop: arXiv:2510.18855; bounds as in verl and slime.
     Differs from the paper: no lower bound, which IcePop has; the log-ratio is limited to 20.
     Limits: the product over a long rollout goes far below or above any bound, so prefer the token
-    forms.
+    kinds.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
     if kind.startswith("sequence"):
@@ -73,21 +73,20 @@ def importance_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMasks:
-    """Bounds beyond which rollouts are left out of a loss. None is no bound.
+    """Bounds beyond which a loss drops rollouts; None for no bound.
 
     geometric   keep where low <= exp(mean_t log r_t) <= high
     veto        keep where min_t r_t >= veto
     opsm        keep where A >= 0 or mean_t(-log r_t) <= opsm
 
-    r is learner / sampler before the step, without gradient.
+    r_t is learner / sampler of token t before the step, without gradient. A is the advantage.
 
     Source: geometric mask and veto: verl and slime; off-policy sequence masking: DeepSeek-V3.2,
     arXiv:2512.02556.
-    Differs from the paper: nothing; OPSM's divergence is taken against the policy that sampled.
-    Limits: the usual geometric bounds (.99 to 1.01) are made for engines that round differently.
-    Under staleness these bounds drop nearly every rollout, so the geometric mask is off by default.
-    If an engine's numerics cause the mismatch, the veto drops long rollouts most often: one token
-    is enough.
+    Differs from the paper: nothing. The divergence of OPSM (opsm) is to the policy that sampled.
+    Limits: the usual geometric bounds (.99 to 1.01) only allow for differences in rounding. Under
+    staleness they would drop nearly every rollout, so the geometric mask is off by default. The
+    veto drops long rollouts more often than short rollouts, because one token is enough.
     """
 
     geometric_low: float | None = None
@@ -97,8 +96,8 @@ class RolloutMasks:
     veto: float | None = None
     """Smallest ratio that a token of a kept rollout may have, 0..1; usually 1e-4."""
     opsm: float | None = None
-    """A rollout with an advantage below 0 is kept if its mean of log(sampler / learner) is at most
-    this bound; nats, >= 0.
+    """Largest mean of log(sampler / learner) for which a rollout with an advantage below 0 is kept;
+    nats, >= 0.
     """
 
     @property
@@ -106,7 +105,7 @@ class RolloutMasks:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return which rollouts each mask drops, [B] bool by name."""
+        """Return, for each mask by name, which rollouts it drops, [B] bool."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)
@@ -125,10 +124,9 @@ class RolloutMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLoss:
-    """A loss over only the rollouts that its masks keep.
+    """A loss over the rollouts that its masks keep.
 
-    `dropped/<reason>` counts the tokens of the rollouts that a mask drops. A rollout may be dropped
-    for several reasons.
+    `dropped/<mask>` counts the tokens of the rollouts that the mask drops.
     """
 
     loss: Loss
@@ -147,7 +145,7 @@ class MaskedLoss:
         return needs_of(self.loss)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of the kept rollouts, divided by the counts of all."""
+        """Return the loss of the kept rollouts, divided by the counts of all rollouts."""
         mask = inputs.completion_mask
         dropped = self.masks.dropped(inputs)
         keep = torch.ones_like(mask[:, 0])

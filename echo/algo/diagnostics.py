@@ -1,7 +1,6 @@
 """Diagnostics of training: length bias, group statistics, sampler mismatch.
 
-The diagnostics need no model. They use rewards, lengths and log-probabilities that a step already
-has.
+All diagnostics use rewards, lengths and log-probabilities that a step already has.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ if TYPE_CHECKING:
 
 
 WINDOW = 256
-"""Largest number of groups whose lengths are kept in each of the two samples: delivered and
-trained.
-"""
+"""Largest number of groups in each of the two samples, delivered and trained."""
 MIN_GROUPS = 8
-"""Smallest number of groups that each of the two samples must have for metrics to be reported."""
+"""Smallest number of groups in both samples for which metrics are reported."""
 
 
 class LengthBias:
-    """Lengths of delivered completions, compared with the lengths of trained completions."""
+    """Compares the lengths of delivered completions and of trained completions."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
-        """Start without groups. Each sample keeps the lengths of its last `window` groups."""
+        """Start without groups. Both samples keep the lengths of their last `window` groups."""
         self.window = window
         self._delivered: dict[int, tuple[int, ...]] = {}
         self._trained: deque[tuple[int, ...]] = deque(maxlen=window)
@@ -58,19 +55,19 @@ class LengthBias:
         self._trained.extend(_lengths(group) for group in groups)
 
     def metrics(self, *, oldest_open: int | None) -> dict[str, float]:
-        """Return metrics that compare both samples.
+        """Return metrics that compare the two samples, delivered and trained.
 
         The result is empty until both samples have MIN_GROUPS groups.
 
         Args:
-            oldest_open: id of the first granted group that has not ended; None if all have ended.
-                Later groups are left out of the delivered sample, since among them short
+            oldest_open: id of the first granted group that has not ended; None if all groups have
+                ended. Later groups are left out of the delivered sample, since their short
                 completions are delivered first.
 
         Returns:
-            `lengths/{trained,sampled}/{mean,p90}` in tokens. `lengths/bias` is the difference of
-            the two means as a share of the sampled mean. `lengths/ks` is the largest distance
-            between the two cumulative distributions, 0 to 1.
+            `lengths/{trained,sampled}/{mean,p90}` in tokens; sampled means delivered.
+            `lengths/bias` is the difference of the two means as a share of the sampled mean.
+            `lengths/ks` is the largest distance between the two cumulative distributions, 0 to 1.
         """
         ids = [i for i in sorted(self._delivered) if oldest_open is None or i < oldest_open]
         for group_id in ids[: -self.window]:
@@ -98,7 +95,7 @@ def _flat(groups: Iterable[tuple[int, ...]]) -> npt.NDArray[np.int64]:
 
 
 def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
-    """Return the Kolmogorov-Smirnov distance of two sorted samples, 0 to 1."""
+    """Return the Kolmogorov-Smirnov distance between two sorted samples, 0 to 1."""
     points = np.concatenate([a, b])
     below_a = np.searchsorted(a, points, side="right") / len(a)
     below_b = np.searchsorted(b, points, side="right") / len(b)
@@ -112,7 +109,7 @@ def _distance(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """Counts and sums over groups for the metrics of rewards, 0 by default."""
+    """Counts and sums over groups, for the metrics of rewards."""
 
     num_groups: int = 0
     num_rollouts: int = 0
@@ -128,9 +125,9 @@ class GroupStats:
     num_unscored: int = 0
     """Number of groups with fewer than two rewards. They count in no other sum."""
     part_sums: Mapping[str, float] = field(default_factory=dict)
-    """Sum of each part of rewards, by its name."""
+    """Sum of each part of rewards, by the part's name."""
     part_counts: Mapping[str, int] = field(default_factory=dict)
-    """Number of rewards that have each part."""
+    """Number of rewards with each part, by the part's name."""
     num_mixed: int = 0
     """Number of groups with tokens of more than one policy version."""
 
@@ -208,8 +205,8 @@ def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[st
     """Return the sums that `mismatch_metrics` needs, as float64 scalars.
 
     Args:
-        learner_logprobs: [N] nats under the policy being trained; N >= 1.
-        sampler_logprobs: [N] nats under the policy that sampled.
+        learner_logprobs: [N] log-probabilities under the policy being trained, nats; N >= 1.
+        sampler_logprobs: [N] log-probabilities under the policy that sampled, nats.
     """
     log_ratio = (learner_logprobs.detach() - sampler_logprobs).double()
     ratio = log_ratio.exp()
@@ -224,14 +221,15 @@ def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[st
 def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return the statistics of the importance ratio r = pi / mu over a batch of N tokens.
 
-    is_ratio/mean and is_ratio/max are of r. ess = (sum r)^2 / (N sum r^2) is the effective sample
-    size as a share of N. It is 1 if all ratios are equal. mismatch_kl = mean(r - 1 - log r) is an
-    estimate of KL(mu || pi) in nats per token, unbiased and never negative.
+    pi is the probability under the learner, mu under the sampler. is_ratio/mean and is_ratio/max
+    are the mean and the maximum of r. ess = (sum r)^2 / (N sum r^2) is the effective sample size as
+    a share of N, and is 1 if all ratios are equal. mismatch_kl = mean(r - 1 - log r) is an unbiased
+    estimate of KL(mu || pi) in nats per token, and never negative.
 
     Args:
         sums: from `mismatch_sums`: the sums of r, of r^2 (as "ess") and of r - 1 - log r, and the
             largest r.
-        num_tokens: N.
+        num_tokens: the number of tokens, N.
 
     Source: the estimator k3 of J. Schulman, "Approximating KL Divergence" (2020); Kish's effective
     sample size.
@@ -260,11 +258,11 @@ MAX_ROLLOUT_LOG_RATIO = 20.0
 
 
 def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the rollouts' number, sum of ratios and sum of squares, float64.
+    """Return the number of rollouts, the sum of their ratios and the sum of squares, float64.
 
     Args:
         log_ratios: [B, T] log(learner / sampler) of each token, nats.
-        mask: [B, T] bool, trained tokens. A rollout without trained tokens does not count.
+        mask: [B, T] bool, trained tokens. Rollouts without trained tokens do not count.
     """
     has_tokens = mask.any(1)
     of_rollout = log_ratios.detach().double().where(mask, 0.0).sum(1)
@@ -280,8 +278,9 @@ def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
 def rollout_ess(sums: Mapping[str, float]) -> float:
     """Return the effective sample size of B rollouts as a share of B.
 
-    w_i = prod_t pi(t) / mu(t) over the rollout's tokens;  ess = (sum_i w_i)^2 / (B sum_i w_i^2). It
-    is 1 if all w_i are equal, 1 / B if one rollout outweighs all others, and NaN without rollouts.
+    w_i = prod_t pi(t) / mu(t) over the tokens of rollout i, learner over sampler; ess = (sum_i
+    w_i)^2 / (B sum_i w_i^2). ess is 1 if all w_i are equal, 1 / B if one rollout outweighs all
+    others, and NaN without rollouts.
 
     Args:
         sums: from `rollout_ratio_sums`.
@@ -289,7 +288,7 @@ def rollout_ess(sums: Mapping[str, float]) -> float:
     Source: VCPO, arXiv:2602.17616, rho_ess.
     Differs from the paper: |log w| is limited to 20.
     Limits: the product over a long rollout varies much, even if each token's ratio is near 1. So a
-    few rollouts outweigh the others.
+    few rollouts may outweigh all others.
     """
     square = sums[NUM_ROLLOUTS] * sums[ROLLOUT_SQUARE]
     return sums[ROLLOUT_RATIO] ** 2 / square if square else math.nan
@@ -309,7 +308,7 @@ MAX_LOG_RATIO = 50.0
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over the trained tokens of groups, from which mismatch is computed."""
+    """Sums over the trained tokens of groups, for metrics of mismatch."""
 
     num_tokens: float = 0.0
     log_ratio: float = 0.0
@@ -324,11 +323,11 @@ class Mismatch:
 
     @property
     def mean_kl(self) -> float:
-        """Estimate of KL(sampler || learner), nats per token; 0 without tokens."""
+        """Estimate of KL(sampler || learner) in nats per token; 0 without tokens."""
         return self.kl / self.num_tokens if self.num_tokens else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return means per token, and the effective sample size as a share.
+        """Return means per token, and the effective sample size as a share of the tokens.
 
         The result is empty without tokens.
         """
@@ -353,11 +352,11 @@ def mismatch_by_group(
     """Return each group's sums, [G, 6] float64, in the field order of `Mismatch`.
 
     Args:
-        learner_logprobs: [N] nats under the policy being trained.
-        sampler_logprobs: [N] nats as the worker reported them.
-        entropies: [N] nats of the learner's distribution at each token.
+        learner_logprobs: [N] log-probabilities under the policy being trained, nats.
+        sampler_logprobs: [N] log-probabilities that the worker reported, nats.
+        entropies: [N] entropy of the learner's distribution at each token, nats.
         group_of: [N] int64, index of each token's group.
-        num_groups: G.
+        num_groups: the number of groups, G.
     """
     learner = learner_logprobs.detach().double()
     log_ratio = (learner - sampler_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

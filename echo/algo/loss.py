@@ -1,12 +1,13 @@
 """Contract of a policy loss: inputs, output, and needs.
 
-A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch. So the
-gradient does not depend on how the batch is divided. A rollout without an advantage counts only in
-the normaliser. It can be left out without a change of the gradient, unless the loss needs such
-rollouts. A loss declares further inputs in `needs`, and the caller provides them.
+A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch (the
+normaliser). So the gradient does not depend on the division into micro-batches. A rollout with an
+advantage of 0 counts only in the normaliser, and is left out of micro-batches if the loss has no
+other gradient for it. A loss declares further inputs in `needs`, and the caller provides these
+inputs.
 
-Every loss here corrects once by the ratio of learner to sampler. Only `losses.DecoupledPpoLoss` has
-a weight as well, because its ratio is against a proximal policy between the two.
+Every loss corrects staleness by the ratio of learner to sampler. Only `losses.DecoupledPpoLoss`
+takes the ratio to a proximal policy, and so needs an importance weight too.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
@@ -32,15 +33,13 @@ class LossNeeds:
     """Inputs that a loss needs in addition to the common inputs."""
 
     every_rollout: bool = False
-    """Whether rollouts without an advantage must be given to the loss too, since it has a gradient
-    for them.
-    """
+    """Whether the loss also needs rollouts with an advantage of 0, because they have a gradient."""
     whole_groups: bool = False
-    """Whether all rollouts of a group must be in one micro-batch, even without an advantage. A
-    large group may exceed the limit of tokens and take more memory.
+    """Whether all rollouts of a group must be in one micro-batch. A large group may then exceed the
+    limit of tokens and take more memory.
     """
     group_expectation: bool = False
-    """Whether `LossInputs.log_expectation` is needed. Groups that have lost a member are then left
+    """Whether `LossInputs.log_expectation` is needed. Then groups that have lost a member are left
     out.
     """
     batch_scores: bool = False
@@ -48,18 +47,18 @@ class LossNeeds:
     without gradient, which adds a third to the time of the passes.
     """
     proximal_logprobs: bool = False
-    """Whether `LossInputs.proximal_logprobs` is needed. If a step makes several updates, an
-    additional pass scores the rows of all updates but the first.
+    """Whether `LossInputs.proximal_logprobs` is needed. If a step makes several updates, this costs
+    an additional pass over the rows of all later updates.
     """
     entropies: bool = False
     """Whether `LossInputs.entropies` is needed, with gradient."""
     reference_logprobs: bool = False
-    """Whether `LossInputs.reference_logprobs` is needed, from a pass through a frozen model that is
-    kept in memory.
+    """Whether `LossInputs.reference_logprobs` is needed. This costs a frozen model in memory and a
+    pass through it.
     """
     likely_ids: int = 0
-    """The number of likely ids per token that the loss needs in `LossInputs.likely`; 0 for none.
-    Workers then send that many of the sampler's most likely ids, with their log-probabilities.
+    """Number of likely ids per token that `LossInputs.likely` needs; 0 for none. Workers send this
+    number of the sampler's most likely ids, with their log-probabilities.
     """
 
 
@@ -75,17 +74,19 @@ class BatchScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LikelyIds:
-    """The sampler's most likely ids at each token of a micro-batch, M in all."""
+    """The sampler's most likely ids at all tokens of a micro-batch, M ids in all."""
 
     places: Tensor
-    """[M] int64, ascending: for each id, the place of its token in the flattened [B, T]."""
+    """[M] int64, ascending: place of each id's token in the flattened [B, T]."""
     learner_logprobs: Tensor
-    """[M] nats of each id under the policy being trained; carries the gradient."""
+    """[M] log-probability of each id under the policy being trained, nats; with gradient."""
     sampler_logprobs: Tensor
-    """[M] nats of each id under the distribution that was sampled from; without gradient."""
+    """[M] log-probability of each id under the distribution that was sampled from, nats; without
+    gradient.
+    """
 
     def sum(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """Return the sum of each token's values, [B, T] from [M].
+        """Return the sum of the values of each token's ids, [B, T] from [M].
 
         A token without ids gets 0.
         """
@@ -113,9 +114,7 @@ class LossInputs:
     """The inputs of a loss for one micro-batch."""
 
     learner_logprobs: Tensor
-    """[B, T] log-probability of each token under the policy being trained, nats; carries the
-    gradient.
-    """
+    """[B, T] log-probability of each token under the policy being trained, nats; with gradient."""
     sampler_logprobs: Tensor
     """[B, T] log-probability of each token under the policy that sampled it, nats; without
     gradient.
@@ -123,18 +122,20 @@ class LossInputs:
     advantages: Tensor
     """[B] advantage of each rollout."""
     completion_mask: Tensor
-    """[B, T] bool, True where a token is trained; the other tensors may hold anything elsewhere."""
+    """[B, T] bool: whether a token is trained. Where False, the values of other tensors are
+    undefined.
+    """
     num_tokens: int
-    """Number of trained tokens in the whole batch, including rollouts that were left out; >= 1."""
+    """Number of trained tokens in the whole batch, including left-out rollouts; >= 1."""
     num_rollouts: int
-    """Number of rollouts in the whole batch that have a trained token, including rollouts that were
-    left out; >= 1.
+    """Number of rollouts with a trained token in the whole batch, including left-out rollouts; >=
+    1.
     """
     group_index: Tensor | None = None
     """[B] int64: index of each rollout's group, equal within a group."""
     proximal_logprobs: Tensor | None = None
     """[B, T] log-probability of each token under the policy at the start of the step, nats, without
-    gradient. None if the loss does not need it.
+    gradient; None if not needed.
     """
     staleness: Tensor | None = None
     """[B, T] int64: number of optimizer steps from the policy that sampled a token to the learner's
@@ -145,17 +146,17 @@ class LossInputs:
     gradient.
     """
     batch_scores: BatchScores | None = None
-    """Scores of the trained tokens of the whole batch; None if the loss does not need them."""
+    """Scores of the trained tokens of the whole batch; None if not needed."""
     entropies: Tensor | None = None
     """[B, T] entropy of the trained policy's distribution at each token, nats, with gradient; None
-    if the loss does not need it.
+    if not needed.
     """
     reference_logprobs: Tensor | None = None
     """[B, T] log-probability of each token under the frozen reference policy, nats, without
-    gradient; None if the loss does not need it.
+    gradient; None if not needed.
     """
     likely: LikelyIds | None = None
-    """The sampler's most likely ids at each token; None if the loss does not need them."""
+    """The sampler's most likely ids at each token; None if not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,11 +164,11 @@ class LossOutput:
     """The result of a loss for one micro-batch."""
 
     loss: Tensor
-    """Scalar; the loss of the batch is the sum of this scalar over its micro-batches."""
+    """Scalar. The loss of a batch is the sum of this scalar over all micro-batches."""
     token_counts: dict[str, Tensor]
-    """Scalars without gradient by metric. Each is the number of trained tokens for which the
-    metric's condition held, or the sum of the metric over them. The trainer divides each by the
-    number of tokens that went through the loss.
+    """Scalars by metric, without gradient: the number of trained tokens with the metric's
+    condition, or the sum of the metric over tokens. The trainer divides each scalar by the number
+    of tokens that went through the loss.
     """
 
 
@@ -181,9 +182,9 @@ def needs_of(loss: Loss) -> LossNeeds:
 
 
 def required(value: T | None, name: str, loss: object) -> T:
-    """Return `value`, and check that it was provided.
+    """Return `value`; raise an error if `value` is None.
 
-    The value is an input that is optional in general, but that this loss needs.
+    `value` is an optional input that this loss needs.
 
     Raises:
         ValueError: if the value is None. The message names the input and the loss.
@@ -196,7 +197,7 @@ def required(value: T | None, name: str, loss: object) -> T:
 def masked_log_ratio(inputs: LossInputs) -> Tensor:
     """Return [B, T] log(learner / sampler), limited to -20..20, and 0 outside the mask.
 
-    Padding may hold NaN. `torch.where` removes the NaN. A product with the mask would keep it.
+    NaN in padding is removed.
     """
     log_ratio = inputs.learner_logprobs - inputs.sampler_logprobs
     log_ratio = torch.where(inputs.completion_mask, log_ratio, 0.0)
@@ -214,8 +215,8 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 def aggregate(token_losses: Tensor, inputs: LossInputs, how: Aggregation) -> Tensor:
     """Return the scalar loss of this micro-batch from [B, T] token losses.
 
-    With token_mean every token of the batch has the same weight. With sequence_mean every rollout
-    has the same weight, divided equally among its tokens.
+    With "token_mean" every token of the batch has the same weight. With "sequence_mean" every
+    rollout has the same weight, divided equally among its tokens.
     """
     if how == "sequence_mean":
         means = sequence_mean(token_losses, inputs.completion_mask)

@@ -1,7 +1,9 @@
-"""Policy losses, each beside its equation.
+"""Policy losses, each with its equation.
 
-Losses are ordered by their ratio: per token, per rollout, per group. Wrappers around any loss come
-last. Inputs and outputs are in loss.py, masks in corrections.py.
+Losses with a ratio per token come first, then losses with a ratio per rollout and per group, and
+last the wrappers around any loss. Inputs and outputs are in loss.py, masks in corrections.py. In
+the equations, pi is the learner's probability of a token, mu the sampler's, r = pi / mu, and A the
+advantage.
 
 Shapes: B rollouts of this micro-batch, T completion tokens (padded), N trained tokens of a batch.
 """
@@ -55,22 +57,22 @@ from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 MIN_LOG_RATIO = -20.0
 MAX_KL_LOG_RATIO = 5.0
 """Upper bound on log r in k3, which limits k3 of one token to 142 nats. Without a bound, k3 reached
-3e6 in one of the runs published with GEPO.
+3e6 in a run published with GEPO.
 """
 
 
 def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return the estimator k1, log p - log other, in nats, in the shape of the arguments."""
+    """Return k1 = log p - log other of each element, an estimator of KL(p || other), in nats."""
     return logprobs - other_logprobs
 
 
 def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return the estimator k2, half the squared log-ratio, in nats squared."""
+    """Return k2 = (log p - log other)^2 / 2 of each element, an estimator of KL(p || other)."""
     return (other_logprobs - logprobs).square() / 2
 
 
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return the estimator k3, r - 1 - log r with r = other / p and log r limited to -20..5."""
+    """Return k3 = r - 1 - log r, an estimator of KL(p || other), with r = other / p."""
     log_ratio = (other_logprobs - logprobs).clamp(MIN_LOG_RATIO, MAX_KL_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
@@ -87,24 +89,25 @@ def clipped_surrogate(
     clip_high: float | None,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return each element's clipped loss l, and the clip masks by metric.
+    """Return the clipped loss l of each element, and the clip masks by metric.
 
-    l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 with dual clip c also l <= -c A.
+    l = -min(r A, clip(r, 1 - low, 1 + high) A); for A < 0 with dual clip c also l <= -c A. r is the
+    ratio, A the advantage.
 
     clip_ratio/low     A < 0 and r < 1 - low
     clip_ratio/high    A > 0 and r > 1 + high
     clip_ratio/dual    A < 0 and r > c
     clip_ratio/mean    any of the three
 
-    Each name is a mask of the elements with its condition. These elements have no gradient.
+    Each mask marks the elements with the condition. Marked elements have no gradient.
 
     Args:
-        ratio: any shape; carries the gradient.
+        ratio: any shape; with gradient.
         advantages: any shape that broadcasts to the shape of `ratio`.
-        mask: bool, same shape as `ratio`. Only masked elements count as clipped.
+        mask: bool, same shape as `ratio`. Only elements with True count as clipped.
         clip_low: width of the range below 1; None for no bound.
         clip_high: width of the range above 1; None for no bound.
-        dual_clip: bound on the ratio where the advantage is negative, None for no bound.
+        dual_clip: bound on the ratio for a negative advantage; None for no bound.
 
     Source: PPO, arXiv:1707.06347, eq. 7; dual clip: arXiv:1912.09729.
     """
@@ -149,9 +152,9 @@ def find_clips(
 class ClippedTokenLoss:
     """Base of the losses on clipped token ratios.
 
-    A kernel can compute a token's clipped loss together with its log-probability
-    (kernels/logprob.py). If the loss allows this, `fused_clip` is not None, and `from_tokens` takes
-    the kernel's result.
+    A fused kernel can compute a token's clipped loss together with its log-probability
+    (kernels/logprob.py). If `fused_clip` is set, such a kernel is used, and `from_tokens` takes its
+    result.
     """
 
     clip_low: float | None = 0.2
@@ -163,7 +166,7 @@ class ClippedTokenLoss:
 
     @property
     def fused_clip(self) -> RatioClip | None:
-        """The range of ratios for a fused kernel; None if a kernel cannot compute this loss."""
+        """The range of ratios for a fused kernel; None without a fused kernel."""
         if self.clip_low is None or self.clip_high is None:
             return None
         return RatioClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
@@ -195,7 +198,7 @@ class ClippedTokenLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, and the number of tokens that each clip marks."""
+        """Return the loss of one micro-batch, and the number of clipped tokens by kind of clip."""
         losses, clips = clipped_surrogate(
             masked_log_ratio(inputs).exp(),
             inputs.advantages[:, None],
@@ -220,10 +223,10 @@ class GrpoLoss(ClippedTokenLoss):
 
     Source: GRPO, arXiv:2402.03300; clip-higher and token mean: DAPO, arXiv:2503.14476; dual clip:
     arXiv:1912.09729.
-    Differs from the paper: the ratio is taken against the sampler's own log-probabilities, several
-    versions old. So it is the importance weight as well, and no other correction may be multiplied
-    in. By default the mean is over tokens. There is no KL term. |log r| is limited to 20.
-    Limits: clipped tokens have no gradient, and under large staleness most ratios leave the range.
+    Differs from the paper: the ratio is to the sampler, several versions old. So the ratio is also
+    the importance weight, and no other correction may be multiplied in. By default the mean is over
+    tokens. There is no KL term. |log r| is limited to 20.
+    Limits: clipped tokens have no gradient. Under large staleness most ratios leave the range.
     """
 
     dual_clip: float | None = 3.0
@@ -242,10 +245,9 @@ class DapoLoss(GrpoLoss):
     l_t as in GRPO with low .2, high .28 and no dual clip;  loss = sum_t l_t / num_tokens.
 
     Source: DAPO, arXiv:2503.14476, eq. 8 and 10.
-    Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20. The
-    paper's other parts are in other files: overlong shaping in advantages.py, filtering and dynamic
-    sampling in train/batch.py.
-    Limits: the same as GRPO's.
+    Differs from the paper: the ratio is to the sampler; |log r| is limited to 20. Other files have
+    the paper's other parts: advantages.py the length penalty, train/batch.py the filtering.
+    Limits: the same as for GRPO.
     """
 
     dual_clip: float | None = None
@@ -254,23 +256,23 @@ class DapoLoss(GrpoLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrGrpoLoss(ClippedTokenLoss):
-    """GRPO without division by a rollout's length and by the rewards' deviation.
+    """GRPO without division by rollout length and by the standard deviation of rewards.
 
     l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
     completion tokens. The advantages are r - mean(r), not normalised.
 
     Source: Dr. GRPO, arXiv:2503.20783, section 3.2 and appendix A (the constant normaliser).
-    Differs from the paper: the ratio is taken against the sampler; clip-higher; |log r| is limited
-    to 20; rollouts without any trained token do not count.
-    Limits: if completions are much shorter than L_max, the gradient is small in proportion. AdamW
-    is invariant to the gradient's scale. Plain SGD is not.
+    Differs from the paper: the ratio is to the sampler; clip-higher; |log r| is limited to 20;
+    rollouts without any trained token do not count.
+    Limits: if completions are much shorter than L_max, the gradient is proportionally small. This
+    matters for SGD, but not for AdamW.
     """
 
     max_completion_tokens: int
     """L_max, the bound on completion tokens; >= 1."""
 
     def combine(self, token_losses: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the sum of the token losses, divided by the largest number of tokens."""
+        """Return the sum of the token losses, divided by num_rollouts * L_max."""
         divisor = inputs.num_rollouts * self.max_completion_tokens
         return torch.where(inputs.completion_mask, token_losses, 0.0).sum() / divisor
 
@@ -278,7 +280,7 @@ class DrGrpoLoss(ClippedTokenLoss):
 def loglinear_logprobs(
     learner_logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor
 ) -> Tensor:
-    """Estimate log-probabilities under the version before the learner's, [B, T].
+    """Estimate log-probabilities under the version one step before the learner's, [B, T].
 
     log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. The estimate
     assumes that the policy has moved evenly, in log space, over the s steps. It has no gradient.
@@ -288,8 +290,7 @@ def loglinear_logprobs(
         sampler_logprobs: [B, T] nats under the policy that sampled, mu.
         staleness: [B, T] s, number of optimizer steps since each token was sampled.
 
-    Source: AReaL's `prox_logp_method = "loglinear"`; with v the learner's version and v_b the
-    sampler's, a = (v - 1 - v_b) / (v - v_b) and s = v - v_b.
+    Source: AReaL's `prox_logp_method = "loglinear"`.
     Differs from the source: nothing.
     """
     steps = staleness.to(learner_logprobs.dtype)
@@ -301,22 +302,22 @@ def loglinear_logprobs(
 class DecoupledPpoLoss:
     """PPO around a recent proximal policy, with a weight for staleness.
 
-    u_t = pi(t) / prox(t);  w_t = bounded prox(t) / mu(t), without gradient (corrections.py);
-    l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A);  loss = sum_t l_t / num_tokens, where
-    num_tokens counts masked tokens as well. u serves the trust region, and w corrects for
-    staleness. Without the bound on w, u w would be the ratio to the sampler.
+    prox is the proximal policy's probability; u_t = pi(t) / prox(t); w_t = bounded prox(t) / mu(t),
+    without gradient (corrections.py); l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A); loss =
+    sum_t l_t / num_tokens, where num_tokens includes masked tokens. The clip on u is the trust
+    region, and w corrects for staleness.
 
-    With proximal = "recompute", the proximal policy is the learner's at the start of the step. In
-    the first update of a step u is 1, so the clip never acts. The loss is then the policy gradient
-    under bounded importance weights. The clip acts from the second update on.
+    With proximal = "recompute", the proximal policy is the policy at the start of the step. In the
+    first update of a step u is 1, and the loss is the policy gradient under bounded importance
+    weights. The clip acts from the second update on.
 
-    With proximal = "loglinear", it is the policy one version earlier, interpolated by each token's
-    staleness (`loglinear_logprobs`). So the clip acts on the change of one version.
+    With proximal = "loglinear", the proximal policy is the policy one version earlier, estimated by
+    `loglinear_logprobs`. So the clip acts on the change of one version.
 
     Source: arXiv:2110.00641; AReaL, arXiv:2505.24298, eq. 5.
-    Differs from the paper: w is bounded (in the paper it is not); |log u| is limited to 20.
-    Limits: token_tis has a bias towards tokens that the sampler preferred. The masking weights drop
-    tokens.
+    Differs from the paper: w is bounded; |log u| is limited to 20.
+    Limits: the importance weight token_tis has a bias towards tokens that the sampler preferred.
+    The masking weights drop tokens.
     """
 
     clip_low: float | None = 0.2
@@ -330,17 +331,17 @@ class DecoupledPpoLoss:
     dual_clip: float | None = None
     """Bound on u where the advantage is negative, > 1 + clip_high; None for no bound."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """How the proximal policy's log-probabilities are obtained: recomputed or interpolated."""
+    """How the proximal policy's log-probabilities are computed: "recompute" or "loglinear"."""
     importance_weight: ImportanceWeight = "token_tis"
-    """How the weight prox / mu is bounded."""
+    """Kind of bound on the weight prox / mu (`corrections.importance_weights`)."""
     importance_cap: float = 2.0
-    """The cap of the ratio prox / mu, >= 1. Above the cap, a truncating weight is the cap, and a
-    masking weight is 0.
+    """Cap of the ratio prox / mu, >= 1. Above it, a truncating weight is the cap, and a masking
+    weight is 0.
     """
 
     @property
     def needs(self) -> LossNeeds:
-        """The inputs that the loss needs: proximal log-probabilities, if they are recomputed."""
+        """Proximal log-probabilities, if `proximal` is "recompute"."""
         return LossNeeds(proximal_logprobs=self.proximal == "recompute")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -404,18 +405,19 @@ class DecoupledPpoLoss:
 
 
 MIN_TAIL = 1e-6
-"""Smallest probability of the tail under the learner for which rho is computed. For a smaller one,
-rho is 1. The tail is all ids but the likely ids.
+"""Smallest probability of the tail under the learner for which rho is computed; below it, rho is 1.
+The tail is all ids except the likely ids. rho is the sampler's probability of the tail divided by
+the learner's.
 """
 MAX_TAIL_RATIO = 100.0
-"""Largest value of rho, the sampler's probability of the tail over the learner's."""
+"""Largest value of rho."""
 
 
 def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
     """Return rho of each token, [B, T], without gradient.
 
-    rho is the sampler's probability of the tail divided by the learner's. The tail is all ids
-    except the likely ids. If the learner's tail is nearly empty, rho is 1.
+    rho is the sampler's probability of the tail (all ids except the likely ids) divided by the
+    learner's probability of the tail. If the latter is below MIN_TAIL, rho is 1.
     """
     learner, sampler = (
         (1.0 - likely.sum(logprobs.detach().exp(), shape)).clamp(min=0.0)
@@ -426,9 +428,9 @@ def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
 
 
 def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
-    """Return the centering term C of each token, [B, T], from its m and alpha.
+    """Return the score-centering term C of each token, [B, T]. The comment above has the equations.
 
-    `m` is [M], a value for each likely id. `alpha` is [B, T], a value for each token.
+    `m` has a value for each likely id, [M]. `alpha` has a value for each token, [B, T].
     """
     of_id = alpha.flatten().index_select(0, likely.places)
     weights = m - of_id * likely.learner_logprobs.detach().exp()
@@ -436,9 +438,9 @@ def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
 
 
 def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, high: float) -> Tensor:
-    """Return the centering term C of each token, [B, T], for weights of tokens.
+    """Return the score-centering term C of each token, [B, T], for weights of tokens.
 
-    The weight of a token is clip(pi / mu, low, high). `high` may be infinite.
+    The weight of a token is its ratio, clipped to low..high. `high` may be infinite.
     """
     learner = likely.learner_logprobs.detach().exp()
     sampler = likely.sampler_logprobs.exp()
@@ -452,10 +454,9 @@ def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, hig
 
 
 def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> Tensor:
-    """Return the centering term C of each token, [B, T], for weights of rollouts.
+    """Return the score-centering term C of each token, [B, T], for weights of rollouts.
 
-    `weights` is [B], and its gradient is not used. A clipped rollout has a weight of 0, so its
-    tokens have a C of 0.
+    `weights` is [B]; its gradient is not used. A clipped rollout has the weight 0, so C is 0.
     """
     of_token = weights.detach()[:, None].expand(mask.shape)
     of_id = of_token.flatten().index_select(0, likely.places)
@@ -476,10 +477,9 @@ class CispoLoss:
     stop-gradient. Every token has a gradient.
 
     Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
-    Differs from the paper: the ratio is taken against the sampler; no KL term; |log r| is limited
-    to 20.
-    Limits: the weights are biased towards tokens that the sampler preferred. Only the loss's
-    gradient has a meaning, not its value.
+    Differs from the paper: the ratio is to the sampler; no KL term; |log r| is limited to 20.
+    Limits: the weights are biased towards tokens that the sampler preferred. The value of the loss
+    has no meaning.
     """
 
     clip_low: float | None = 1.0
@@ -523,18 +523,18 @@ class CispoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DppoTvLoss:
-    """A trust region on the change of a token's probability, not its ratio.
+    """A trust region on the change of a token's probability, not on its ratio.
 
-    keep_t = not (A > 0 and pi - mu > gap) and not (A < 0 and mu - pi > gap), in probability;
-    l_t = -keep_t r_t A + c (log r_t)^2;  loss = sum_t l_t / num_tokens. |pi - mu| is the total
-    variation between the two policies if all other tokens count as one.
+    keep_t = 0 if (A > 0 and pi - mu > gap) or (A < 0 and mu - pi > gap), otherwise 1; l_t = -keep_t
+    r_t A + c (log r_t)^2; loss = sum_t l_t / num_tokens. |pi - mu| is the total variation between
+    the two policies if all other tokens are merged into one.
 
     Source: DPPO (binary TV), arXiv:2602.04879; the term in (log r)^2: prime-rl, after Kimi-K2.5,
     arXiv:2602.02276.
-    Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20;
-    prime-rl's term is off by default (prime-rl has c = 1e-3).
-    Limits: r itself is not bounded. So a token that both policies find unlikely can have a large
-    weight. With c > 0, rollouts without an advantage are trained as well.
+    Differs from the paper: the ratio is to the sampler; |log r| is limited to 20; prime-rl's term
+    is off by default (prime-rl has c = 1e-3).
+    Limits: r itself is not bounded, so a token that is unlikely under both policies can have a
+    large weight. With c > 0, rollouts with an advantage of 0 are trained too.
     """
 
     max_probability_gap: float = 0.2
@@ -544,7 +544,7 @@ class DppoTvLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The inputs that the loss needs: every rollout if the penalty is on (c > 0)."""
+        """The inputs that the loss needs: every rollout if c > 0."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -566,20 +566,20 @@ class DppoTvLoss:
 class SapoLoss:
     """A smooth gate on the ratio in place of the clip.
 
-    f(r) = (4 / tau) sigmoid(tau (r - 1));  l_t = -f(r_t) A, with tau by the sign of A;  loss = mean
-    over rollouts of the mean over their tokens. The slope df/dr is largest at r = 1, and never 0.
-    At r = 1 it is 1, so on-policy the gradient is the policy gradient.
+    f(r) = (4 / tau) sigmoid(tau (r - 1)); l_t = -f(r_t) A, with tau by the sign of A; loss = mean
+    over rollouts of the mean over their tokens. The slope df/dr is 1 at r = 1, so the on-policy
+    gradient is the policy gradient. The slope falls on both sides of r = 1 but never reaches 0.
 
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
-    Differs from the paper: the ratio is taken against the sampler; |log r| is limited to 20.
-    Limits: far from r = 1 the gradient is tiny, and rounds to 0 in float32.
+    Differs from the paper: the ratio is to the sampler; |log r| is limited to 20.
+    Limits: far from r = 1 the gradient rounds to 0 in float32.
     """
 
     tau_positive: float = 1.0
-    """tau where A > 0: the larger it is, the faster the gate closes as r leaves 1; > 0."""
+    """tau for A > 0; > 0. A larger tau closes the gate faster as r leaves 1."""
     tau_negative: float = 1.05
-    """tau where A < 0; larger than `tau_positive` in the paper, since tokens with A < 0 make
-    training less stable.
+    """tau for A < 0; > 0. The paper sets this tau larger, since tokens with A < 0 make training
+    less stable.
     """
     aggregation: Aggregation = "sequence_mean"
     """How the token losses are reduced to one number (`aggregate`)."""
@@ -603,11 +603,11 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
     """Return the limit below which squared log-ratios are kept.
 
     The largest values are dropped until the mean of the kept values is at most the bound. The limit
-    is half-way between the smallest dropped and the largest kept value. So rounding cannot move a
-    token across the limit. Equal values are dropped together.
+    is half-way between the smallest dropped and the largest kept value, so that rounding cannot
+    move a token across the limit. Equal values are dropped together.
 
     Args:
-        moments: [N] squared log-ratios, N >= 0; infinity for a token that does not count.
+        moments: [N] squared log-ratios, N >= 0; infinity for tokens that do not count.
         max_second_moment: bound on the mean of the kept values, inclusive.
 
     Returns:
@@ -631,23 +631,23 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
 class M2poLoss:
     """A bound on the second moment of a batch's log-ratios.
 
-    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. Among these tokens, the
-    loss masks the tokens with the largest (log r)^2. It stops when the mean over the others is at
-    most the bound.
+    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. Of these tokens, the loss
+    masks the tokens with the largest (log r)^2, until the mean over the remaining tokens is at most
+    the bound.
 
     l_t = -r_t A for the tokens that remain;  loss = sum_t l_t / num_tokens.
 
-    Source: M2PO, arXiv:2510.01161, algorithm 1 and eq. 5 (the authors' code turns the bound into a
-    clip range; this follows the paper).
-    Differs from the paper: mean over the batch's tokens, not over each rollout's; |log r| is
-    limited to 20.
-    Limits: the bound is on the whole batch, so a first pass without gradient has to score it.
+    Source: M2PO, arXiv:2510.01161, algorithm 1 and eq. 5. The authors' code uses a clip range
+    instead.
+    Differs from the paper: the mean is over the tokens of the batch, not of each rollout; |log r|
+    is limited to 20.
+    Limits: the bound is on the whole batch, so a first pass without gradient scores the batch.
     """
 
     needs: ClassVar[LossNeeds] = LossNeeds(batch_scores=True)
 
     max_second_moment: float = 0.04
-    """Bound on the mean of (log r)^2 over the tokens that PPO could clip, nats squared, >= 0."""
+    """Bound on the mean of (log r)^2 over the tokens that PPO could clip; nats squared, >= 0."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, and the number of masked tokens (`dropped/m2`)."""
@@ -674,7 +674,7 @@ class M2poLoss:
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     """Return the number of trained tokens in clipped rollouts, by clip.
 
-    Each clip is [B] bool, True for a clipped rollout. The mask is [B, T].
+    Each of `clips` is [B] bool, True for a clipped rollout. `mask` is [B, T].
     """
     lengths = mask.sum(1)
     return {name: (where * lengths).sum() for name, where in clips.items()}
@@ -688,11 +688,11 @@ class GspoLoss:
     loss = sum_i l_i / num_rollouts.
 
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7.
-    Differs from the paper: the ratio is taken against the sampler, several versions old. The
-    paper's range of 3e-4 / 4e-4 (section 5.1) would clip most of such a batch, so the range is
-    wider. The limit of 20 on |log r| is applied to each token, before the mean.
-    Limits: a rollout's mean moves far less than a token's ratio, so a range made for tokens (.2 /
-    .28) hardly ever acts. The default was the best of three ranges on completions of 24 tokens
+    Differs from the paper: the ratio is to the sampler, several versions old. So the default range
+    is wider than the paper's 3e-4 / 4e-4 (section 5.1), which would clip most of the batch. |log r|
+    of each token is limited to 20, before the mean.
+    Limits: a rollout's mean moves far less than a token's ratio, so ranges for tokens (.2 / .28)
+    hardly ever act. The default was the best of three ranges on completions of 24 tokens
     (bench/bench_staleness.py). On longer completions the clip acts less often.
     """
 
@@ -737,23 +737,22 @@ class GspoLoss:
 class OaplLoss:
     """Regression of a rollout's log-ratio on its advantage.
 
-    R_i = sum_t ln(pi(t) / mu(t));  loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with
-    A_i = r_i - V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py).
-    The policy that maximises reward - beta KL(pi || mu) has beta R = r - V* on every rollout. So it
-    minimises the loss for rollouts of any policy. There is no importance weight and no clip.
+    R_i = sum_t ln(pi(t) / mu(t)); loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with A_i = r_i -
+    V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py). For the policy
+    that maximises reward - beta KL(pi || mu), beta R = r - V* on every rollout, where V* is the
+    best value. So this policy minimises the loss for rollouts of any policy. There is no importance
+    weight and no clip.
 
-    Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3. The paper was not at
-    hand: formula and constants are taken from two implementations in forks of NeMo RL, whose tests
-    quote the paper.
-    Differs from the paper: mu is the policy that sampled, which changes with every version. In the
-    paper it changes every L steps. Groups of equal rewards, whose A is 0, are left out. |log r| of
-    a token is limited to 20.
-    Limits: only beta limits the change of the policy. At the minimum a rollout's log-ratio is A /
-    beta, which at 1e-3 is hundreds of nats.
+    Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3; formula and constants
+    as quoted in two forks of NeMo RL.
+    Differs from the paper: mu changes with every version (in the paper, every L steps). Groups of
+    equal rewards are left out. |log r| of a token is limited to 20.
+    Limits: only beta limits the change of the policy. At the minimum, a rollout's log-ratio is A /
+    beta: hundreds of nats for beta = 1e-3.
     """
 
     beta: float = 1e-3
-    """Reward that is worth as much as one nat of a rollout's log-ratio, > 0."""
+    """beta, the reward that equals one nat of a rollout's log-ratio; > 0."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of one micro-batch, without counts: nothing is clipped."""
@@ -779,21 +778,21 @@ class OaplLoss:
 
 
 def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
-    """Return the log of the group expectation E for each rollout.
+    """Return log E for each rollout, the log of its group's expectation E.
 
-    log E = logsumexp_i(2 lq_i) - logsumexp_i(lq_i) over the group. E is the mean of the sampler's
-    probabilities q, weighted by q.
+    E = sum_i q_i^2 / sum_i q_i over the group: the mean of the sampler's probabilities q, weighted
+    by q. log q_i is the mean log-probability per token of rollout i.
 
     Args:
-        mean_logprobs: [N] mean log-prob per token of each rollout under its sampler, nats; finite.
-        group_index: [N] int64 from 0, equal within a group. Groups are complete and have two or
+        mean_logprobs: [N] log q of each rollout, nats; finite.
+        group_index: [N] int64 from 0, equal within a group. Each group is complete and has two or
             more members.
 
     Returns:
         [N] in the dtype of `mean_logprobs`, equal within a group, without gradient.
 
     Raises:
-        ValueError: if a group has one member only, or a value is not finite.
+        ValueError: if a group has a single member, or a value is not finite.
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3 and listing 1.
     Differs from the paper: computed in log space, with the same result.
@@ -827,17 +826,17 @@ class GepoLoss:
     l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
     loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler.
 
-    gate_kl > 0 is GEPO+: if KL_i is below the gate, w_i is p_i / q_i as in GSPO. There E would add
-    bias and hardly reduce the variance. The gate has no gradient.
+    gate_kl > 0 is GEPO+: if KL_i is below the gate, w_i is p_i / q_i as in GSPO. For so small a KL,
+    E would add bias and hardly reduce the variance. The gate has no gradient.
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
-    Differs from the paper: the expectation is over the group. The published numbers come from
-    random mixed micro-batches. A group that lost a member is left out. k3 is limited. The KL term
-    is off by default (the paper's best coefficient is .005). |log w| is limited to 20.
-    Limits: w is not 1 even on-policy. Only its mean under q / sum(q) is 1. The estimate is biased
-    in exchange for less variance. For mixtures see the comment above `group_log_expectation`. The
-    clip acts on w, which compares a rollout with its group and does not measure how far the policy
-    has moved.
+    Differs from the paper: the expectation is over the group, not over a random mixed micro-batch.
+    Groups that lost a member are left out. k3 is limited. The KL term is off by default (the
+    paper's best coefficient is .005). |log w| is limited to 20.
+    Limits: on-policy, w is not 1; only the mean of w, weighted by q, is 1. The estimate is biased
+    in exchange for less variance. The clip acts on w, which compares a rollout with its group, and
+    not on the policy's change. For groups of several policies, see the comment above
+    `group_log_expectation`.
     """
 
     clip_low: float | None = 0.2
@@ -845,12 +844,12 @@ class GepoLoss:
     clip_high: float | None = 0.2
     """Width of the range above 1 in which a ratio still has a gradient, >= 0; None for no bound."""
     gate_kl: float | None = None
-    """The gate, nats per token. If the KL of a rollout is below the gate, its ratio is p_i / q_i.
-    GEPO+ has .002; None for no gate.
+    """The gate, in nats per token. Rollouts with a smaller KL have the ratio p_i / q_i. GEPO+ has
+    .002; None for no gate.
     """
     sampler_kl_coef: float = 0.0
-    """c, weight of the KL to the sampler, >= 0; if > 0, rollouts without an advantage are
-    trained.
+    """c, weight of the KL to the sampler, >= 0. If c > 0, rollouts with an advantage of 0 are
+    trained too.
     """
 
     @property
@@ -894,40 +893,37 @@ KlEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 MAX_KL_WEIGHT = 2.0
-"""Largest importance weight of a token's KL penalty (cap of truncated importance sampling)."""
+"""Largest importance weight of a token's KL penalty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceKlLoss:
-    """A loss plus c KL(learner || reference), estimated on the batch's own tokens.
+    """A loss plus c KL(learner || reference), estimated on the tokens of the batch.
 
-    loss = inner + c sum_t w_t k_t / num_tokens, with k_t one of k1, k2, k3 of learner and reference
-    and w_t = min(pi(t) / mu(t), 2), learner over sampler. The sampler drew the tokens, so only
-    weighted terms estimate the learner's divergence. The weight has a gradient for k1 and k3, and
-    none for k2. So below the cap all three have the same expected gradient: w log(pi / ref) grad
-    log pi. It is the gradient of the divergence.
+    loss = inner + c sum_t w_t k_t / num_tokens, where inner is the loss without the penalty, k_t
+    one of the estimators k1, k2, k3 for learner and reference, and w_t = min(pi(t) / mu(t), 2). The
+    weights w are needed because the sampler drew the tokens. w has a gradient for k1 and k3, and no
+    gradient for k2. So below the cap of 2 all three estimators have the same expected gradient, the
+    gradient of the divergence.
 
-    Every rollout is trained, even without an advantage, since its divergence has a gradient.
+    Rollouts with an advantage of 0 are trained too, since the divergence has a gradient.
 
     Source: k3 as a penalty: GRPO, arXiv:2402.03300, eq. 4; the estimators: J. Schulman (2020); with
     importance weights: slime's unbiased KL.
-    Differs from the paper: the mean is over the batch's tokens. Terms have importance weights,
+    Differs from the paper: the mean is over the tokens of the batch. Terms have importance weights,
     since tokens may be stale.
-    Limits: at the cap the weight is constant, so a token's gradient is the cap times its
-    estimator's.
+    Limits: above the cap the weight is constant, so the gradient of the penalty is biased.
     """
 
     loss: Loss
-    """The loss that the penalty is added to, including its masks. A rollout that a mask drops still
-    has the KL term.
-    """
+    """The inner loss, including its masks. Rollouts that a mask drops still have the penalty."""
     coef: float
     """c, the weight of the penalty, > 0."""
     estimator: KlEstimator = "k3"
 
     @property
     def needs(self) -> LossNeeds:
-        """The needed inputs: those of the inner loss, every rollout, and reference log-probs."""
+        """The needs of the inner loss, every rollout, and reference log-probabilities."""
         return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -953,30 +949,29 @@ class ReferenceKlLoss:
 class EntropyBonusLoss:
     """A loss minus c times the policy's mean entropy, for longer exploration.
 
-    loss = inner - c sum_t H(pi(. | context of t)) / num_tokens.
+    loss = inner - c sum_t H_t / num_tokens, where inner is the loss without the bonus, and H_t the
+    entropy of the policy's distribution at token t.
 
-    Every rollout is trained, even without an advantage, since its entropy has a gradient.
+    Rollouts with an advantage of 0 are trained too, since the entropy has a gradient.
 
     Source: A3C, arXiv:1602.01783, section 4; PPO, arXiv:1707.06347, eq. 9.
     Differs from the paper: the mean is over the batch's trained tokens.
-    Limits: the sampler drew the contexts, and they are not weighted by their ratio. If c is too
-    large, the entropy grows without bound: watch `entropy/mean`.
+    Limits: the sampler drew the contexts, without importance weights here. If c is too large, the
+    entropy grows without bound: watch `entropy/mean`.
     """
 
     loss: Loss
-    """The loss that the bonus is subtracted from, including its masks. A rollout that a mask drops
-    still has the bonus.
-    """
+    """The inner loss, including its masks. Rollouts that a mask drops still have the bonus."""
     coef: float
     """c, the weight of the entropy, > 0."""
 
     @property
     def needs(self) -> LossNeeds:
-        """The inputs that the loss needs: those of the inner loss, every rollout, and entropies."""
+        """The needs of the inner loss, every rollout, and entropies."""
         return replace(needs_of(self.loss), every_rollout=True, entropies=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch less c times the entropy."""
+        """Return the loss of one micro-batch, minus c times the entropy."""
         entropies = required(inputs.entropies, "entropies", self)
         output = self.loss(inputs)
         return replace(
@@ -1000,26 +995,26 @@ LOSSES: Mapping[str, Callable[..., Loss]] = {
     "sapo": SapoLoss,
     "dppo_tv": DppoTvLoss,
 }
-"""The class of every loss by its usual name. A loss's options are the fields of its class."""
+"""The class of every loss, by the loss's usual name."""
 
 
 def make_loss(kind: str, **options: Any) -> Loss:
-    """Return the loss called `kind`, with the fields of its class as options."""
+    """Return the loss called `kind`; the options are the fields of the loss's class."""
     return LOSSES[kind](**options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomLoss:
-    """A loss that a user's function computes, with the function's options."""
+    """A loss that calls a user's function, with the function's options."""
 
     kind: str
-    """Import path of the function, from loss.kind of the configuration."""
+    """Import path of the function: `loss.kind` of the configuration."""
     function: Callable[..., LossOutput]
     options: Mapping[str, Any]
     needs: LossNeeds
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the function's result for one micro-batch.
+        """Return the result of the function for one micro-batch.
 
         Raises:
             ConfigError: if the result is not a `LossOutput`.

@@ -1,19 +1,18 @@
-"""Adaptive bound on staleness, from the signals of each step.
+"""The adaptive staleness bound, raised and lowered by the signals of each step.
 
-Each step reports three signals of the distance between sampler and learner. They are smoothed here.
-One bad signal lowers the bound. It may rise only if all signals are good:
+Each step reports three signals of the distance between sampler and learner, which are smoothed. One
+bad signal lowers the bound. The bound may rise only if all signals are good:
 
   too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
   may rise        ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
                   and the rollouts were as old as the bound allows
 
-If it is too high, the bound falls by 1, or by half if a signal is beyond twice its limit. If it may
-rise in `patience` steps in a row, it rises by 1. For `patience` steps after a decision there is no
-other decision, since a decision acts only on rollouts that are granted later. The bound stays
-between two limits. The buffer enforces the hard bound on staleness.
+If the bound is too high, it falls by 1, or by half if a signal is beyond twice its limit. If the
+bound may rise in `patience` steps in a row, it rises by 1. After each decision, no decision follows
+for `patience` steps, since a decision acts only on rollouts that are granted later. The bound stays
+between the limits `least` and `most`.
 
-Source: additive increase and multiplicative decrease, as in TCP's congestion control. Other
-trainers log the signals as metrics.
+Source: additive increase and multiplicative decrease, as in TCP's congestion control.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ class ControlSettings:
     least: int
     """Smallest value of the bound in steps, >= 0."""
     most: int
-    """Largest value of the bound in steps; at most the hard bound on staleness."""
+    """Largest value of the bound in steps; at most the fixed bound on staleness."""
     ess_low: float = 0.8
-    """Effective sample size, as a share, below which the staleness bound is too high."""
+    """Effective sample size, as a share of the tokens, below which the bound is too high."""
     kl_high: float = 0.05
     """Mismatch of learner and sampler, nats per token, above which the bound is too high."""
     clip_high: float = 0.1
     """Share of clipped tokens above which the staleness bound is too high."""
     patience: int = 5
-    """Number of steps between decisions, >= 1. The bound also rises only after this number of
-    consecutive steps with room for more.
+    """Smallest number of steps between decisions, >= 1. Also the number of consecutive good steps
+    before the bound rises.
     """
     smoothing: float = 0.7
     """Weight of the earlier steps in the smoothed signals, 0..1."""
@@ -74,11 +73,11 @@ class BoundDecision:
     before: int
     bound: int
     cause: str
-    """The reason for the change in words, with the values of the signals."""
+    """Description of the reason, with the values of the signals."""
 
 
 class StalenessController:
-    """Raises and lowers the staleness bound from the signals of each step."""
+    """Raises and lowers the staleness bound by the signals of each step."""
 
     def __init__(self, settings: ControlSettings) -> None:
         self.settings = settings
@@ -88,10 +87,10 @@ class StalenessController:
         self._quiet_until = 0
 
     def observe(self, step: int, signals: Signals) -> BoundDecision | None:
-        """Process the signals of a step. Return the bound's change, or None.
+        """Process the signals of a step; return the change of the bound, or None.
 
         Args:
-            step: number of optimizer steps done.
+            step: number of finished optimizer steps.
             signals: signals of the last of these steps.
         """
         for name in ("ess", "mismatch_kl", "clip_ratio"):
