@@ -1,7 +1,7 @@
-"""Actions: what a role asks the process around it to do.
+"""Actions: requests of a role to its process.
 
-Roles and their planes (parts such as the weights plane) decide and never act. Their methods return
-lists of actions. The node (`runtime/node.py`) or a test executes the actions in order.
+Roles and planes (parts of a role, such as the weights plane) never act themselves. Their methods
+return lists of actions, and the node (`runtime/node.py`) or a test executes the actions in order.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from echo.wire.seals import Channel
 
 
 class Action:
-    """A role's request to its process; planes define actions in their own modules."""
+    """A role's request to its process. Planes define further actions in their own modules."""
 
     __slots__ = ()
 
 
 class Work(Action):
-    """An action that takes long: a thread runs it, and the role's `worked` gets the result."""
+    """A long-running action. A thread calls `run`, and the role's `worked` gets the result."""
 
     __slots__ = ()
 
     def run(self) -> str:
-        """Do the work, in any thread; return text on what failed, or ""."""
+        """Do the work, in any thread; return a description of a failure, or ""."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Action):
-    """Pass frames to the transport, to be sent to a peer.
+    """Send frames to a peer.
 
-    If the transport refuses the frames, they are lost. The protocol permits a lost message.
+    The frames are lost if the transport refuses them. The protocol tolerates lost messages.
     """
 
     peer: str
     frames: Sequence[Frame]
     is_public: bool = False
-    """Whether the frames may be sent unencrypted: they are not secret, or already encrypted."""
+    """Whether the frames may be sent over a link without encryption."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dial(Action):
-    """Connect to an address; the role's `dialled` gets the id of the new peer."""
+    """Connect to an address. The role's `dialled` gets the id of the new peer."""
 
     address: str
     purpose: str
@@ -69,16 +69,17 @@ class Note(Action):
     """"info" or "warning"."""
     text: str
     topic: str = ""
-    """If set, at most one message per minute on this topic is logged; the other messages are
-    counted."""
+    """If set, at most one message per minute on this topic is logged, and further messages are only
+    counted.
+    """
     ends: str = ""
-    """The topic that this message ends. Messages on this topic that were not logged yet are
-    dropped."""
+    """A topic that this message ends: messages on this topic that were not logged yet are dropped.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """End the node: cleanly, or with an error for the user."""
+    """End the node, cleanly or with an error for the user."""
 
     reason: str
     error: EchoError | None = None
@@ -87,11 +88,13 @@ class Stop(Action):
 # --- What the learner's planes share: replies by node, and faults of nodes ---
 
 MAX_ROUTES = 100_000
-"""Largest number of routes; above it the oldest are dropped. A route takes some hundred bytes."""
+"""Largest number of routes. Above it, the oldest routes are dropped. A route takes about a hundred
+bytes.
+"""
 
 
 class Routes:
-    """The route to each node: the link over which its last message arrived."""
+    """The route to each node: the link over which the node's last message arrived."""
 
     def __init__(
         self, counters: Counters, channel_of: Callable[[str], Channel | None] = lambda node_id: None
@@ -99,9 +102,9 @@ class Routes:
         """Start with no routes.
 
         Args:
-            counters: the counters in which messages without a route are counted.
-            channel_of: returns the channel that seals messages to the node with the given id; None
-                if these messages have no seal.
+            counters: counters of messages without a route.
+            channel_of: a function that returns the channel for messages to a node id; None for
+                messages without a seal.
         """
         self._peers: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
         self._counters = counters
@@ -112,9 +115,9 @@ class Routes:
         self._peers[node_id] = peer
 
     def restore(self, node_id: str, peer: str | None) -> None:
-        """Set or remove the route of a node, to undo a `learn`.
+        """Undo a `learn`: restore or remove the former route of a node.
 
-        This is needed if the message that `learn` recorded is from another node after all.
+        Needed if the message turns out to be from another node.
         """
         if peer is None:
             self._peers.discard(node_id)
@@ -122,14 +125,14 @@ class Routes:
             self._peers[node_id] = peer
 
     def peer_of(self, node_id: str) -> str | None:
-        """Return the link over which a node last sent a message; None if it is not known."""
+        """Return the link over which a node last sent a message; None if unknown."""
         return self._peers.get(node_id)
 
     def forget(self, peer: str) -> None:
         self._peers.discard_value(peer)
 
     def to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to a node; no action if no link is known."""
+        """Return the action that sends a message to a node; no action without a known link."""
         peer = self.peer_of(node_id)
         if peer is None:
             self._counters.add("dropped/no_route")
@@ -146,6 +149,6 @@ class PeerFaults:
         self._lines = OncePerMinute()
 
     def note(self, node_id: str, reason: str, text: str, *, now: float) -> list[Action]:
-        """Return a Note; no action if this node and reason were reported within a minute."""
+        """Return a Note; no action if this node and reason were reported in the last minute."""
         line = self._lines.line(node_id, reason, text, now=now)
         return [] if line is None else [Note("warning", line)]

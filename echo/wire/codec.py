@@ -1,13 +1,12 @@
 """Encoding and decoding of messages; every bound is checked before a message is used.
 
-The bounds are defined in `core/bounds.py`. This module checks sizes when a message is encoded and
-when it is decoded. The types of the fields declare ranges of values, and msgspec's decoder checks
-them.
+The bounds are defined in `core/bounds.py`. This module checks the sizes of encoded and decoded
+messages. Field types declare ranges of values, which msgspec's decoder checks.
 
 The header frame is msgpack: [protocol version, source node, target node, message, hops, seal]. A
 link message has an empty target and no seal (`seals.py`). The message itself is decoded in a second
-step. So a node of another protocol version is reported as such, and not as a decoding error.
-Payload frames follow unchanged and are not copied.
+step, so that another protocol version is not reported as a decoding error. Payload frames follow
+the header, unchanged and not copied.
 """
 
 from __future__ import annotations
@@ -46,14 +45,15 @@ from echo.wire.token_sets import SetBytes, bytes_of_sets, decode_all_sets, encod
 Frame = bytes | bytearray | memoryview
 
 MAX_HOPS = 16
-"""Largest number of relays between a node and the learner. A message that has passed more relays is
-going in a circle."""
+"""Largest number of relays between a node and the learner. A message that has passed more relays
+runs in a circle.
+"""
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for malformed bytes; it raises RecursionError for deep nesting."""
+"""Errors that msgspec raises for malformed bytes, including RecursionError for deep nesting."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The header of a message, which every relay on its path reads."""
+    """The header of a message. Every relay on the message's path reads the header."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
     source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]
@@ -81,10 +81,10 @@ def encode(
 ) -> list[Frame]:
     """Return the frames of a message: the header, then the unchanged payload frames.
 
-    A message with a `channel` is sealed, unless its kind is in UNSEALED.
+    With a `channel`, the message is sealed, except kinds in UNSEALED.
 
     Raises:
-        LocalProtocolError: if the frames are larger than a node accepts.
+        LocalProtocolError: if the frames are larger than nodes accept.
     """
     body, seal = _encoder.encode(message), None
     if channel is not None and not isinstance(message, UNSEALED):
@@ -113,7 +113,7 @@ def _size_fault(frames: Sequence[Frame]) -> str | None:
 
 
 def decode_envelope(frames: Sequence[Frame]) -> Envelope:
-    """Decode the header frame of a message, but not the message in it.
+    """Decode the header frame of a message, without decoding the message itself.
 
     Raises:
         RemoteProtocolError: if the header is missing or malformed, or the message is too large.
@@ -130,7 +130,7 @@ def decode_envelope(frames: Sequence[Frame]) -> Envelope:
 
 
 def open_seal(seals: Seals, envelope: Envelope, payload: Sequence[Frame]) -> bool:
-    """Verify a message's seal; return whether the message belongs to a current channel.
+    """Verify the seal of a message; return whether the message belongs to a current channel.
 
     Raises:
         ForgedError: if the message was forged, changed or replayed; see `Seals.open`.
@@ -143,8 +143,7 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
     """Return the frames that a relay forwards: the same message with one more hop.
 
     Raises:
-        RemoteProtocolError: if the message runs in a circle of relays, or exceeds a size limit. A
-            relay may exceed the limit if the sender encoded the same envelope in fewer bytes.
+        RemoteProtocolError: if the message runs in a circle of relays, or exceeds a size limit.
     """
     if envelope.num_hops >= MAX_HOPS:
         raise RemoteProtocolError(
@@ -160,7 +159,7 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
 
 
 def other_protocol(envelope: Envelope) -> str | None:
-    """Return a text for the operator if the sender has another protocol version, or None."""
+    """Return a text for the operator if the sender has another protocol version; otherwise None."""
     if envelope.protocol == PROTOCOL_VERSION:
         return None
     return (
@@ -193,7 +192,7 @@ _tag_decoder = msgspec.msgpack.Decoder(_Tag)
 
 
 def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
-    """Return (source, target, kind) of a message, for a log.
+    """Return (source, target, kind) of a message, for logs.
 
     Source and target are empty if the envelope cannot be read.
     """
@@ -205,10 +204,9 @@ def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
 
 
 def is_public(frames: Sequence[Frame]) -> bool:
-    """Return whether a message may arrive unencrypted: it must be a neighbour's Chunk.
+    """Return whether a message may arrive unencrypted. Only a Chunk from a neighbour may.
 
-    A received chunk is compared with a hash that the learner has signed, before the chunk is
-    stored.
+    Chunks are safe, because each chunk is compared with a signed hash before it is stored.
     """
     source, target, kind = describe(frames)
     return bool(source) and not target and kind == Chunk.__name__
@@ -224,7 +222,7 @@ RewardParts = Annotated[dict[PartName, Finite], Meta(max_length=MAX_PARTS)]
 
 
 class GroupHeader(msgspec.Struct, frozen=True):
-    """The fields of a group except its arrays."""
+    """The fields of a group, without its arrays."""
 
     group_id: GroupId
     attempt: Attempt
@@ -235,31 +233,33 @@ class GroupHeader(msgspec.Struct, frozen=True):
     """The reward of each rollout; None for a rollout that the task could not score."""
     finish_reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_MEMBERS)]
     set_bytes: Annotated[tuple[SetBytes, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """For each rollout the number of bytes of its sets (wire/token_sets.py); empty if no rollout
-    has sets.
+    """For each rollout, the sizes of its token sets in bytes (wire/token_sets.py); empty if no
+    rollout has sets.
     """
     num_branches: Annotated[tuple[NumBranches, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """For each rollout the number of its branches (core/chains.py); empty if no rollout has
-    branches."""
+    """For each rollout, the number of its branches (core/chains.py); empty if no rollout has
+    branches.
+    """
     reward_parts: Annotated[tuple[RewardParts, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """For each rollout the parts of its reward, by name; empty if no reward has parts."""
+    """For each rollout, the parts of its reward by name; empty if no reward has parts."""
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)
 BYTES_PER_TOKEN = 4 + 4 + 8 + 1
-"""Bytes of a token: int32 id, float32 log-prob, two int32 for its version, one byte of mask."""
+"""Size of a token in bytes: int32 id, float32 log-prob, two int32 of version, one byte of mask."""
 BYTES_PER_BRANCH = 4 + 4
-"""Bytes of a branch: two int32."""
+"""Size of a branch in bytes: two int32."""
 MAX_ARRAY_BYTES = 60 << 20
-"""Largest size of a group's arrays, in bytes: they share a message with the group's header."""
+"""Largest size of a group's arrays, in bytes. The group's header needs space in the same message.
+"""
 
 
 def encode_group(group: Group) -> tuple[bytes, bytes]:
     """Return a group as two frames, header and arrays.
 
-    A group has this form on the network and on the learner's disk. The arrays are concatenated,
-    little-endian. First come the prompt's ids. Then each rollout has its token ids, log-probs,
-    versions, mask and branches. Then each rollout has its token sets (wire/token_sets.py).
+    The frames are used on the network and on the learner's disk. The arrays are concatenated,
+    little-endian, in this order: the prompt's ids; for each rollout the token ids, log-probs,
+    versions, mask and branches; for each rollout the token sets (wire/token_sets.py).
     """
     num_branches = tuple(len(rollout.branches) for rollout in group.rollouts)
     reward_parts = tuple(dict(rollout.reward_parts) for rollout in group.rollouts)
@@ -292,9 +292,9 @@ def encode_group(group: Group) -> tuple[bytes, bytes]:
 
 
 def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
-    """Return the group in these two frames.
+    """Decode a group from its two frames.
 
-    The arrays of the group are copies, so the frames may be released.
+    The group's arrays are copies of the frames.
 
     Raises:
         RemoteProtocolError: if the sizes of the arrays disagree with the header, or a field is out
@@ -332,7 +332,7 @@ def decode_group(header_frame: Frame, arrays_frame: Frame) -> Group:
 
 
 def _rollout_bytes(header: GroupHeader) -> int:
-    """Return the bytes of all rollouts' arrays, without token sets."""
+    """Return the size in bytes of all rollouts' arrays, without token sets."""
     return BYTES_PER_TOKEN * sum(header.num_tokens) + BYTES_PER_BRANCH * sum(header.num_branches)
 
 

@@ -3,15 +3,16 @@
 A message is sent as one header frame followed by raw payload frames (`wire/codec.py`). There are
 three kinds:
 
-* **Link messages** go between the two ends of one connection. They are the greeting, and the
-  weights plane, where each node pulls from its parent (`weights/broadcast.py`).
-* **Routed messages** go between a node and the learner, over any number of relays. A relay forwards
-  them by the node id in the envelope and does not decode them. They are sealed from end to end
-  (`wire/seals.py`), so that no relay can change, forge or replay them. Only the kinds in UNSEALED
-  have no seal. The learner signs each Welcome, and each Refuse or Finish that answers a Hello.
-  These messages contain the hash of the Hello. Files are compared with hashes in the Welcome. A
-  forged Hello, AssetRequest or Rehello can only make a node join again.
-* **Viewers' messages** go between a viewer, which is no node, and the learner (`roles/viewers.py`).
+* **Link messages** go between the two ends of one connection: greetings, and messages of the
+  weights plane, in which each node pulls weights from its parent (`weights/broadcast.py`).
+* **Routed messages** go between a node and the learner, over any number of relays. Relays forward
+  routed messages by the node id in the envelope, without decoding. A seal from end to end
+  (`wire/seals.py`) prevents that relays change, forge or replay messages. The kinds in UNSEALED
+  have no seal: the learner signs Welcome, Refuse and Finish messages that answer a Hello, and these
+  contain the hash of the Hello; files are compared with hashes in the Welcome; and a forged Hello,
+  AssetRequest or Rehello can only make a node join again.
+* **Viewers' messages** go between a viewer and the learner (`roles/viewers.py`). A viewer is not a
+  node.
 
 Senders and the kinds that they may send:
 
@@ -24,9 +25,9 @@ Senders and the kinds that they may send:
     viewer    -> learner       Watch, Operation
     learner   -> viewer        Status, Outcome, Refuse
 
-Every routed message may be lost, for example with a relay that dies. So some messages repeat a
-state (Heartbeat, Pulse, TopologyPlan, Partial). The others are repeated until they are answered
-(Hello, Ready, Deliver, Failed, Grant).
+Every routed message may be lost, for example when a relay dies. So some messages are sent
+periodically and contain a whole state (Heartbeat, Pulse, TopologyPlan, Partial). Other messages are
+repeated until they are answered (Hello, Ready, Deliver, Failed, Grant).
 """
 
 from __future__ import annotations
@@ -93,18 +94,18 @@ FULL = Form("full")
 
 
 OPEN_END = 1 << 40
-"""Stands for the end of a range of chunks whose end is not known yet."""
+"""End of a range of chunks whose real end is not known yet."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The base class of all messages; the tag on the wire is the name of the class.
 
-    The types of the fields limit their values (`core/bounds.py`).
+    The field types limit the values (`core/bounds.py`).
     """
 
 
 class Greet(Message, frozen=True):
-    """The first message on a link, with the dialling node's name and purpose."""
+    """The first message on a link: the dialling node's name and purpose."""
 
     node_id: NodeId
     role: Word
@@ -120,7 +121,7 @@ class Greeted(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Meaningless bytes, whose transfer measures the rate of a link (`weights/rates.py`)."""
+    """Bytes without meaning, sent to measure the rate of a link (`weights/rates.py`)."""
 
 
 class ProbeAck(Message, frozen=True):
@@ -128,7 +129,7 @@ class ProbeAck(Message, frozen=True):
 
 
 class Subscribe(Message, frozen=True):
-    """Child to parent: a request to announce versions that are newer than `newest`.
+    """Child to parent: requests an Announce of versions newer than `newest`.
 
     The parent answers with Announce or Waiting.
     """
@@ -141,8 +142,7 @@ class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
 
     version: PolicyVersion
     base: PolicyVersion | None
-    """The version that the receiver must hold to decode the offered version; None for a keyframe.
-    """
+    """The version needed to decode the offered version; None for a keyframe."""
     num_bytes: Size
     """Size of the encoded version in bytes; an estimate until it is completely encoded."""
 
@@ -150,9 +150,9 @@ class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
 class Announce(Message, frozen=True):
     """Parent to child: the versions that the parent offers.
 
-    The payload frame, if any, is the signed manifest of `version`. Then the whole image is
-    available. Without a payload frame the version is still being encoded, or the parent is still
-    receiving it as an encoded version.
+    If the whole image of `version` is available, the payload frame is the version's signed
+    manifest. Otherwise there is no payload frame: the version is still being encoded, or the parent
+    is receiving an encoded version.
     """
 
     version: PolicyVersion
@@ -160,38 +160,42 @@ class Announce(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Child to parent: a request for these chunks in ascending order.
+    """Child to parent: requests chunks in ascending order.
 
-    The parent sends them up to the credit in bytes. A child sends a Fetch with the ranges that are
-    still missing after a lost connection or a change of parent. A Fetch replaces every earlier
-    Fetch over this link.
+    The parent sends chunks up to the credit in bytes. After a lost connection or a change of
+    parent, a child sends a Fetch with the ranges that are still missing. A Fetch replaces all
+    earlier Fetches over this link.
     """
 
     version: PolicyVersion
     ranges: Annotated[tuple[tuple[Place, Place], ...], Meta(max_length=MAX_RANGES)]
-    """Half-open ranges [start, stop) of missing chunks, ascending. If the last range stops at
-    OPEN_END, it includes chunks that are coded later."""
+    """Half-open ranges [start, stop) of missing chunks, ascending. A last range to OPEN_END
+    includes chunks that are coded later.
+    """
     credit_bytes: Size
     form: Form = FULL
     num_segments: Place = 0
-    """Number of the encoded version's segments that the child has; the parent sends the others."""
+    """Number of segments of the encoded version that the child has. The parent sends further
+    segments.
+    """
 
 
 class Credit(Message, frozen=True):
-    """Child to parent: how many bytes have arrived, and how many more the parent may send."""
+    """Child to parent: number of arrived bytes, and number of bytes that the parent may send."""
 
     version: PolicyVersion
     credit_bytes: Size
     form: Form = FULL
     taken_bytes: Size = 0
-    """Number of bytes received since the last Credit. From this number the parent estimates the
-    rate of its uplink."""
+    """Number of bytes received since the last Credit. The parent estimates its uplink's rate from
+    these numbers.
+    """
 
 
 class Segment(Message, frozen=True):
-    """Parent to child: the next part of an encoded version's table of chunks.
+    """Parent to child: the signed table of the next segment of an encoded version.
 
-    The payload frame has the segment, signed by the learner.
+    The payload frame has the table, signed by the learner.
     """
 
     version: PolicyVersion
@@ -206,17 +210,17 @@ class Chunk(Message, frozen=True):
     index: Place
     form: Form = FULL
     others: Annotated[tuple[Place, ...], Meta(max_length=MAX_CHUNKS - 1)] = ()
-    """Indices of the further chunks, in the order of their frames."""
+    """Indices of all further chunks, in the order of their frames."""
 
 
 class Waiting(Message, frozen=True):
-    """Parent to child: the parent is alive, but has not received the wanted chunk itself."""
+    """Parent to child: the parent is alive, but lacks the wanted chunk."""
 
     version: PolicyVersion | None
     """The version of the wanted chunk; None if the child waits for any newer version."""
     form: Form = FULL
     again_s: Seconds = 0.0
-    """Seconds within which the parent repeats this message; 0 if the parent sets no limit."""
+    """Seconds within which the parent repeats this message; 0 for no limit."""
 
 
 class Gone(Message, frozen=True):
@@ -232,10 +236,11 @@ TimeOfDay = Annotated[float, Meta(ge=0, le=1e11)]
 FileSize = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 
 PROTOCOL_VERSION = 16
-"""Version of the protocol; it is raised by every change that older nodes would misunderstand."""
+"""Version of the protocol. Raise the number with every change that older nodes would misunderstand.
+"""
 
 LEARNER_ID = "learner"
-"""The node id of the learner; a run has exactly one."""
+"""The node id of the learner."""
 
 
 # --- routed messages: joining --------------------------------------------------------------------
@@ -247,15 +252,15 @@ class Hello(Message, frozen=True):
     node_id: NodeId
     role: Word
     incarnation: Word
-    """Random name of the process, which distinguishes a node that returns from a second node of the
-    same name.
+    """Random name of the process. It distinguishes a returning node from a second node of the same
+    name.
     """
     echo_version: Word
     advertise: Address | None
-    """Address at which this node serves weights; None if it does not listen."""
+    """Address at which this node serves weights; None for a node that does not listen."""
     digests: Names
-    """Hashes of the node's own files (model, tokenizer, ...); empty if it gets all files from the
-    learner."""
+    """Hashes of the node's own files (model, tokenizer, ...); empty if the learner sends all files.
+    """
     seal_key: Key
     """The public key of the node's process, used for seals."""
     nonce: Key
@@ -267,7 +272,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The learner's answer to a Hello: what the node needs before it can be admitted."""
+    """The learner's answer to a Hello: keys, settings and files that the node needs to join."""
 
     run_id: Word
     incarnation: Word
@@ -284,8 +289,7 @@ class Welcome(Message, frozen=True):
     heartbeat_s: Period
     dead_after_s: Period
     uplink_bytes_per_s: Rate | None = None
-    """The rate of the node's uplink, from the node's last report in this run before it restarted.
-    """
+    """The rate of the node's uplink, as reported before the node restarted."""
     version_bytes: Size = 0
     """Transfer size of the newest version in bytes; 0 before the first version."""
     time_of_day: TimeOfDay = 0.0
@@ -297,12 +301,11 @@ class Welcome(Message, frozen=True):
     nonce: Key = b""
     """Random bytes, new for each channel."""
     signature: Key = b""
-    """The learner's signature of all other fields (`roles/joining.py`), so that no relay can change
-    a field."""
+    """The learner's signature of all other fields (`roles/joining.py`)."""
 
 
 class AssetRequest(Message, frozen=True):
-    """Node to learner: asks for a file that the Welcome names."""
+    """Node to learner: requests a file that the Welcome names."""
 
     name: Word
 
@@ -314,17 +317,14 @@ class Asset(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Node to learner: task and engine are built, and have these hashes.
-
-    The node asks for admission.
-    """
+    """Node to learner: task and engine are ready, so the node asks for admission."""
 
     incarnation: Word
     digests: Names
 
 
 class Admitted(Message, frozen=True):
-    """Learner to node: the node is admitted and may send heartbeats; leases follow."""
+    """Learner to node: the node is admitted, may send heartbeats, and will get leases."""
 
     incarnation: Word
 
@@ -343,7 +343,7 @@ class Refuse(Message, frozen=True):
 
 
 class Rehello(Message, frozen=True):
-    """Learner to node: send a Hello again, because the learner does not know the node.
+    """Learner to node: requests a Hello, because the learner does not know the node.
 
     This happens after the learner has restarted.
     """
@@ -364,13 +364,13 @@ class Finish(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Node to learner: the node leaves, so its leases may be granted to others at once."""
+    """Node to learner: the node leaves, so its leases may be granted to other nodes at once."""
 
     reason: Line
     has_failed: bool = False
-    """Whether the node ends with an error; `reason` then has the error's text."""
+    """Whether the node ends with an error. If so, `reason` has the error's text."""
     is_released: bool = False
-    """Whether the node's machine was given back, so that it costs nothing from now on."""
+    """Whether the node's machine was released, so that it costs no money from now on."""
 
 
 # --- routed messages: work -----------------------------------------------------------------------
@@ -380,15 +380,13 @@ Parents = Annotated[tuple[tuple[NodeId, Address], ...], Meta(max_length=MAX_NODE
 
 
 class TopologyPlan(Message, frozen=True):
-    """Learner to node: the parents from which to get weights, the preferred parent first.
-
-    The learner is the last of these parents.
-    """
+    """Learner to node: the node's parents, in order of preference; the learner is the last."""
 
     epoch: Count
     parents: Parents
-    """(Node id, address) of each parent. If the address is empty, the node uses the address that it
-    has dialled already. Without parents the node is on standby and needs no weights."""
+    """(Node id, address) of each parent. An empty address means an address that the node has
+    dialled already. Without parents the node is on standby and needs no weights.
+    """
 
     @property
     def is_standby(self) -> bool:
@@ -402,22 +400,23 @@ class TopologyPlan(Message, frozen=True):
 
 
 class LeaseState(Message, frozen=True, array_like=True, tag=False):
-    """The state of one lease, as a worker's heartbeat reports it."""
+    """The state of one lease in a worker's heartbeat."""
 
     group_id: GroupId
     attempt: Attempt
     num_tokens: Progress
-    """Progress of the lease: the number of tokens sampled, rewards received and tool results
-    received.
+    """Progress of the lease: the sum of the numbers of sampled tokens, received rewards and
+    received tool results.
 
-    An increase renews the lease. The number is 0 before the group has begun. From the group's end
-    until the learner acknowledges the group, it is -1.
+    An increase renews the lease. 0 before the group begins; -1 from the group's end until the
+    learner's acknowledgement.
     """
     is_waiting: bool = False
-    """Whether the group waits to begin or to continue. If it waits, the lease is renewed by the
-    progress of the worker's running groups."""
+    """Whether the group waits to begin or to continue. Meanwhile, the progress of the worker's
+    running groups renews the lease.
+    """
     running_s: Seconds = 0.0
-    """Seconds since the worker began or continued the group; 0 while it waits."""
+    """Seconds since the worker began or continued the group; 0 while the group waits."""
 
 
 class NodeStats(Message, frozen=True, tag=False):
@@ -433,11 +432,11 @@ class NodeStats(Message, frozen=True, tag=False):
     parent: Line = "-"
     """Node id of the present parent; "-" without a parent."""
     suspects: Annotated[tuple[NodeId, ...], Meta(max_length=MAX_NODES)] = ()
-    """Ids of nodes that recently sent this node chunks with wrong hashes."""
+    """Ids of nodes that recently sent chunks with wrong hashes to this node."""
     uplink_bytes_per_s: Rate | None = None
     downlink_bytes_per_s: Rate | None = None
-    """This field and the field before are the rates of the node's links, measured by transfers;
-    None before a measurement.
+    """`uplink_bytes_per_s` and this field are rates measured by transfers; None before a
+    measurement.
     """
     rtt_s: Seconds | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
@@ -452,76 +451,76 @@ class NodeStats(Message, frozen=True, tag=False):
     partials: Counts = msgspec.field(default_factory=dict)
     """Counters of unfinished rollouts since the process started, by name."""
     num_places: Capacity = 0
-    """Number of groups that a worker samples at the same time, while its other groups wait; 0 if it
-    samples all of them."""
+    """Number of groups that a worker samples at the same time, while its other groups wait; 0 if no
+    group waits.
+    """
     num_fit: Capacity = 0
-    """Number of groups that a worker's memory holds at the same time, whatever its settings are; 0
-    if unknown."""
+    """Number of groups that fit into a worker's memory at the same time; 0 if unknown."""
     groups: Counts = msgspec.field(default_factory=dict)
-    """State of a group -> number of the worker's groups in this state. The states are sampling,
-    rewards, weights (waiting for a newer version), queued and delivered."""
+    """Number of the worker's groups by state: sampling, rewards, weights (waiting for a newer
+    version), queued, delivered.
+    """
     engine: Word = ""
-    """Kind and data type of a worker's engine; results of workers with equal engines can be
-    compared."""
+    """Kind and data type of a worker's engine. Compare results only between equal engines."""
 
 
 class Heartbeat(Message, frozen=True):
-    """Node to learner: the state of the node, which replaces the state before."""
+    """Node to learner: the node's state, which replaces the state in earlier heartbeats."""
 
     installed: PolicyVersion | None
-    """The newest version from which the engine samples; for a relay, the newest version that it has
-    completely."""
+    """The newest version from which the engine samples; for a relay, its newest complete version.
+    """
     capacity: Capacity
     """Number of groups that the worker can hold, running and waiting; 0 for a relay."""
     leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_LEASES)]
-    """The worker's leases whose groups run, wait, or are delivered and not acknowledged yet."""
+    """The worker's leases, from their grant to the acknowledgement of the delivered group."""
     stats: NodeStats
 
 
 class Pulse(Message, frozen=True):
-    """The learner's answer to a Heartbeat: it is alive, and has made `step` steps."""
+    """The learner's answer to a Heartbeat: the learner is alive, and has made `step` steps."""
 
     step: Step
     newest: PolicyVersion | None
 
 
 class Lease(Message, frozen=True, tag=False):
-    """A group of rollouts of one prompt, granted to a worker."""
+    """A lease: a group of rollouts of one prompt, granted to a worker."""
 
     group_id: GroupId
     attempt: Attempt
     seed: Seed
     prompt_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
     example: Annotated[dict[Word, Any], Meta(max_length=MAX_NAMES)]
-    """The task's example (prompt, answer, info): a worker has no dataset."""
+    """The task's example (prompt, answer, info), because a worker has no dataset."""
     min_version: PolicyVersion | None = None
-    """The oldest version that may sample the group; rollouts of older versions would arrive too
-    stale. A worker that has only an older version waits for a while, and then gives the lease back.
+    """The oldest version that may sample the group; rollouts of older versions would be too stale.
+    A worker with an older version waits for a while, and then returns the lease.
     """
     is_greedy: bool = False
-    """Whether the rollouts take the most likely token each time, as an evaluation demands."""
+    """Whether rollouts always take the most likely token, for evaluations."""
 
 
 class Grant(Message, frozen=True):
-    """Learner to worker: leases; the worker ignores a lease that it already has.
+    """Learner to worker: grants leases. The worker ignores leases that it already has.
 
-    If there is a payload frame, it has tokens for each lease (`encode_continuations` in
-    `leases/partials.py`). Other workers have sampled them, and this worker continues them.
+    A payload frame, if any, has tokens for each lease that other workers have sampled, and that
+    this worker continues (`encode_continuations` in `leases/partials.py`).
     """
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
 
 
 class Reclaim(Message, frozen=True):
-    """Learner to worker: give back these leases, whose groups have not begun.
+    """Learner to worker: requests the return of leases whose groups have not begun.
 
-    The learner wants to grant them to another worker. A heartbeat that no longer lists a lease
-    confirms that it is given back. Until then the lease belongs to this worker.
+    The learner wants to grant these leases to another worker. A lease belongs to this worker until
+    a heartbeat no longer lists the lease.
     """
 
     leases: Annotated[tuple[tuple[GroupId, Attempt], ...], Meta(max_length=MAX_LEASES)]
     is_begun_too: bool = False
-    """Whether groups that have begun must be given back too, with the tokens sampled for them."""
+    """Whether to return groups that have begun too, with their sampled tokens."""
 
 
 class Deliver(Message, frozen=True):
@@ -530,15 +529,15 @@ class Deliver(Message, frozen=True):
     group_id: GroupId
     attempt: Attempt
     seconds: Seconds = 0.0
-    """Seconds from the start of the group on the worker to its end, rewards included."""
+    """Seconds from the start to the end of the group on the worker, including rewards."""
 
 
 class Partial(Message, frozen=True):
     """Worker to learner: the tokens sampled for a lease so far.
 
-    If this worker does not finish the group, another worker continues from these tokens. The
-    payload frame is made by `encode_members` (`leases/partials.py`). Each Partial replaces the one
-    before.
+    If this worker does not finish the group, another worker continues from these tokens, which are
+    in the payload frame (`encode_members` in `leases/partials.py`). Each Partial replaces the
+    Partial before.
     """
 
     group_id: GroupId
@@ -546,7 +545,7 @@ class Partial(Message, frozen=True):
 
 
 BAD_LOGPROBS = "bad_logprobs"
-"""Reason to give up or refuse a group: log-probabilities are NaN, infinite or positive."""
+"""Reason for a failed or refused group: log-probabilities are NaN, infinite or positive."""
 
 
 ENGINE_ERROR = "engine_error"
@@ -576,7 +575,7 @@ reason that is not listed here, the counter is "other"."""
 
 
 def known_reason(reason: str) -> str:
-    """Return a peer's reason if it is one of REASONS, otherwise "other"."""
+    """Return a peer's reason if REASONS has the reason, otherwise "other"."""
     return reason if reason in REASONS else "other"
 
 
@@ -588,21 +587,21 @@ class Failed(Message, frozen=True):
     reason: Word
     detail: Line
     is_elsewhere: bool = False
-    """Whether another worker could finish the group; if so, the group is granted again."""
+    """Whether another worker could finish the group. If so, the learner grants the group again."""
     traceback: Line = ""
-    """The traceback of the task's code, if that code raised an error."""
+    """The traceback, if the task's code raised an error."""
 
 
 class Ack(Message, frozen=True):
-    """Learner to worker: the group, or the record of its end, is on the learner's disk.
+    """Learner to worker: the learner has stored the group, or the record of the group's end.
 
-    The worker may drop the group.
+    The worker may now drop the group.
     """
 
     group_id: GroupId
     attempt: Attempt
     outcome: Word
-    """What became of the delivered group: "accepted", "duplicate" or "refused"."""
+    """The outcome for the delivered group: "accepted", "duplicate" or "refused"."""
     reason: Word = ""
 
 
@@ -614,7 +613,7 @@ Act = Literal["pause", "resume", "drain", "standby", "set", "stop"]
 
 
 class Watch(Message, frozen=True):
-    """Viewer to learner: asks for the next status of the run, once."""
+    """Viewer to learner: requests the next status of the run."""
 
 
 class Status(Message, frozen=True):
@@ -625,20 +624,20 @@ class Status(Message, frozen=True):
 
 
 class Operation(Message, frozen=True):
-    """Operator to learner: an act to carry out.
+    """Operator to learner: requests an operation.
 
-    An act names the state that shall be reached. So an Operation may be repeated.
+    `act` names a target state, so an Operation may be repeated.
     """
 
     number: Count
-    """The operator's own number for this operation, which the Outcome repeats."""
+    """The operator's number for this operation; the Outcome has the same number."""
     act: Act
     subject: Word = ""
-    """The name of a node, or the key of a setting; empty for the run."""
+    """The name of a node, the key of a setting, or empty for the whole run."""
     value: Word = ""
     """The value of a setting."""
     by: Word = ""
-    """The operator's name, as the operator states it."""
+    """The operator's name, as stated by the operator."""
 
 
 class Outcome(Message, frozen=True):
@@ -647,7 +646,7 @@ class Outcome(Message, frozen=True):
     number: Count
     is_done: bool
     text: Line
-    """What was done, or why nothing was done."""
+    """A description of the result, or the reason why the operation was not carried out."""
 
 
 LINK_MESSAGES = (

@@ -1,43 +1,39 @@
-"""Seals of routed messages: they prove the sender and the content, and prevent replays.
+"""Seals of routed messages, which prove sender and content, and prevent replays.
 
 CURVE encrypts each hop separately, so a relay sees the messages that it forwards. Any holder of the
-run's secret may be a relay. A relay can delay and drop messages. It must not be able to change a
-reward, forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys
-that no relay has, one for each direction. Every routed message has a seal, except the messages that
+run's secret may be a relay. A relay can delay and drop messages, but must not be able to change a
+reward, forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys,
+one for each direction, that no relay has. Every routed message has a seal, except the messages that
 agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
 
 **Agreement.** Both processes have a key pair of curve 25519. Each Hello has the node's public key
-and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the Hello that it
-answers. The learner signs the Welcome with the key whose fingerprint is in the join string. So the
-node can verify two things: the learner received its Hello unchanged, and the public key in the
-Welcome is the learner's. If a relay replaces either key, the node detects it. The shared secret of
-the key pairs, both nonces and the Hello's hash determine the keys of this **channel**. On links
-without CURVE there is no fingerprint, and the node accepts the first learner that answers.
+and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the answered Hello.
+The learner signs the Welcome with the key whose fingerprint is in the join string. So the node can
+verify that the learner received the Hello unchanged, and that the public key in the Welcome is the
+learner's. A relay that replaces one of the two keys is detected. The shared secret of the key
+pairs, both nonces and the Hello's hash determine the keys of this **channel**. On links without
+CURVE there is no fingerprint, and the node accepts the first learner that answers.
 
-The learner can verify less than the node. It can verify only that a message comes from the node
-that sent the Hello. Any node of the run may send a Hello. So a relay may send a Hello in the name
-of an absent node. But a relay cannot send messages in a channel that another node has begun.
+The learner can verify only that a message comes from the sender of the Hello. Any node of the run
+may send a Hello, so a relay may send a Hello in the name of an absent node. But a relay cannot send
+messages in a channel that another node has begun.
 
 **Seal.** (channel, number, code). `channel` is eight bytes that name the channel. `number` counts
 the messages of one direction. `code` is BLAKE3, keyed with the direction's key, over number,
 source, target, message and payload frames. A receiver accepts each of the last WINDOW numbers once,
-in any order. A role may send messages in another order than it sealed them. A relay that changes
-its own link may reorder a few.
+in any order, because roles and relays may reorder messages.
 
-**Replay.** Each joining has new nonces. So a message that was sealed before a reconnect, a change
-of parent or a restart belongs to an earlier channel. Such a message is dropped without a note,
-since honest messages may be late. `ForgedError` is raised in three cases. A message without a seal,
-or with a wrong code in the present channel, was forged on the way. A repeated number shows a
-replay.
+**Replay.** Each joining has new nonces. So a message from before a reconnect, a change of parent or
+a restart belongs to an earlier channel. Such a message is dropped silently, since an honest message
+may be late. `ForgedError` is raised in three cases: a message has no seal, a wrong code in the
+present channel, or a repeated number.
 
-**Change of channel.** After another Welcome a node seals in the new channel. The learner uses the
-former channel, in both directions, until it has verified a message of the new channel.
+**Change of channel.** After a new Welcome, a node seals in the new channel. The learner uses the
+former channel, in both directions, until a message of the new channel has been verified.
 
-Seals give authenticity and no secrecy: relays forward rollouts in clear. BLAKE3 is used since all
-other hashes of the protocol are BLAKE3.
+Seals give authenticity and no secrecy: relays can read rollouts.
 
-Keys are stored outside the role, as the learner's signing key is. So an event log contains codes
-but no keys.
+Like the learner's signing key, keys are stored outside the role. So an event log contains no keys.
 """
 
 from __future__ import annotations
@@ -58,11 +54,10 @@ from echo.core.errors import ForgedError
 _Bytes = bytes | bytearray | memoryview
 
 MAX_CHANNELS = 1 << 14
-"""Number of channels whose keys are cached; the keys of other channels are computed again when
-needed."""
+"""Number of channels whose keys are cached. Keys of other channels are computed again if needed."""
 NONCE_BYTES, NAME_BYTES, CODE_BYTES = 16, 8, 16
 WINDOW = 1024
-"""Number of later messages in the same direction after which a message is no longer accepted."""
+"""Number of later messages, in the same direction, after which a message is no longer accepted."""
 
 _PRIVATE = "echo-rl 2026-11 private key of a process for seals"
 _NONCE = "echo-rl 2026-11 nonce of a joining"
@@ -79,21 +74,21 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SealKeys:
-    """The key pair of a process, with its nonces and channel keys."""
+    """The key pair, nonces and channel keys of a process."""
 
     def __init__(self, secret: bytes) -> None:
-        """Derive the key pair from `secret`, random bytes that no other process has."""
+        """Derive the key pair from `secret`: random bytes of this process alone."""
         self._secret, self._num_nonces = secret, 0
         private = blake3(secret, derive_key_context=_PRIVATE).digest()
         self._private = X25519PrivateKey.from_private_bytes(private)
         self._keys = functools.lru_cache(MAX_CHANNELS)(self._derive)
 
     def seal_key(self) -> bytes:
-        """Return the public key, which a Hello or Welcome contains."""
+        """Return the public key, to be sent in a Hello or Welcome."""
         return self._private.public_key().public_bytes_raw()
 
     def nonce(self) -> bytes:
-        """Return a nonce that this object has not returned before."""
+        """Return a new nonce, different at each call."""
         self._num_nonces += 1
         number = self._num_nonces.to_bytes(8, "big")
         return blake3(self._secret + number, derive_key_context=_NONCE).digest(length=NONCE_BYTES)
@@ -107,7 +102,7 @@ class SealKeys:
             theirs: the public key of the other end.
             channel: the id of the channel, the result of `channel_of`.
             is_up: whether the message goes to the learner.
-            parts: the bytes that the code authenticates.
+            parts: the bytes to authenticate.
         """
         keys = self._keys(theirs, channel)
         if not keys:
@@ -127,10 +122,10 @@ class SealKeys:
 
 
 def channel_of(*, hello: bytes, nonce: bytes, learner_key: bytes, run_id: str) -> bytes:
-    """Return the id of a channel, 32 bytes, which both ends compute.
+    """Return the id of a channel, 32 bytes. Both ends compute the same id.
 
     Args:
-        hello: the hash of the Hello, which has the node's name, public key and nonce.
+        hello: the hash of the Hello.
         nonce: the nonce in the learner's Welcome.
         learner_key: the learner's public key for seals.
         run_id: the id of the run.
@@ -151,18 +146,18 @@ class Channel:
     """Whether this is the learner's end."""
     num_sent: int = 0
     newest: int = 0
-    """The highest number of a message that was opened at this end."""
+    """The highest number among the messages opened at this end."""
     _opened: int = 0
-    """Bitmap of the opened messages: bit i stands for message number `newest - i`."""
+    """Bitmap of opened messages; bit i is for message number `newest - i`."""
 
     @property
     def name(self) -> bytes:
-        """The eight bytes that name the channel in seals."""
+        """The name of the channel in seals, eight bytes."""
         return self.channel[:NAME_BYTES]
 
     @property
     def is_possible(self) -> bool:
-        """Whether the other end's key, `theirs`, is a valid public key."""
+        """Whether `theirs` is a valid public key."""
         return bool(self.keys.code(self.theirs, self.channel, True, ()))
 
     def seal(self, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]) -> Seal:
@@ -207,30 +202,31 @@ class Channel:
 
 @dataclass(slots=True)
 class Seals:
-    """One end's channels between a node and the learner: the present one and the next one."""
+    """The present and the next channel between a node and the learner, at one end."""
 
     confirmed: Channel | None = None
-    """The channel of the last message that this end has opened; None before the first."""
+    """The channel of the last message opened at this end; None before the first message."""
     offered: Channel | None = None
-    """The channel of a later Welcome; None if there is none. This end has not opened a message in
-    this channel yet."""
+    """The channel of a newer Welcome, in which no message was opened yet; None without such a
+    channel.
+    """
 
     @property
     def newest(self) -> Channel | None:
-        """The channel in which the node seals its messages; None before there is one."""
+        """The channel in which the node seals messages; None before the first Welcome."""
         return self.offered or self.confirmed
 
     @property
     def proven(self) -> Channel | None:
-        """The channel in which the learner seals messages; None before there is one."""
+        """The channel in which the learner seals messages; None before the first Welcome."""
         return self.confirmed or self.offered
 
     def open(
         self, seal: Seal | None, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]
     ) -> bool:
-        """Verify a message's seal; return whether the message belongs to a current channel.
+        """Verify the seal of a message; return whether the message belongs to a current channel.
 
-        A message of an earlier channel must be ignored, because it may be an honest late message.
+        Ignore messages of earlier channels, which may be honest late messages.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.

@@ -1,6 +1,7 @@
-"""The bytes of token sets (core/token_sets.py), on the network and on disk.
+"""Encoding of token sets (core/token_sets.py), for the network and for disks.
 
-The sets of one rollout of T tokens with M ids in all are
+A token set has some ids of the vocabulary for one token. The sets of a rollout of T tokens, with M
+ids in all, are encoded as
 
     T varints    the size of each token's set plus 1: 0 is TOO_LARGE, 1 is NOT_RECORDED; for a set
                  that lacks n ids, MAX_SET_IDS + 1 + n
@@ -8,16 +9,14 @@ The sets of one rollout of T tokens with M ids in all are
                  before it, minus 1
     M bfloat16   the log-probabilities, little-endian, rounded to nearest; only if the sets have any
 
-A varint has 7 bits of the number in each byte, the lowest bits first. The highest bit is set in
-each byte except the last byte of the number. Frequent tokens have low ids, and large sets are
-dense. So most differences take one or two bytes.
+A varint has 7 bits of a number in each byte, the lowest bits first. The highest bit is set in every
+byte except the last byte of the number. Most differences take one or two bytes.
 
 A rollout has two blocks: `support`, without log-probabilities, and `likely`, with
-log-probabilities. A block is empty if the rollout has no such sets. A group is one message. If the
-blocks would not fit into it, the largest supports are left out. The blocks of all rollouts of a
-group (codec.py, and leases/partials.py for partial rollouts) follow the other arrays of the group.
-The group's header has a pair of lengths for each rollout, and no pair at all if no rollout has
-sets.
+log-probabilities. A block without sets is empty. A group is one message. If the blocks would exceed
+the message's size, the largest supports are left out. The blocks of all rollouts follow the other
+arrays of the group (codec.py, leases/partials.py). The group's header has the lengths of both
+blocks for each rollout, or no lengths if no rollout has sets.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ from echo.core.token_sets import MAX_LACKING_IDS, MAX_SET_IDS, TOO_LARGE, TokenS
 
 _Length = Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
 SetBytes = tuple[_Length, _Length]
-"""The number of bytes of each of the blocks `support` and `likely` of one rollout."""
+"""Sizes of the blocks `support` and `likely` of a rollout, in bytes."""
 
 MAX_IDS = 1 << 22
-"""Largest number of ids in the sets of one rollout. To decode so many ids, a decoder briefly needs
-some 200 MB."""
+"""Largest number of ids in the sets of one rollout. Decoding this number of ids takes about 200 MB
+for a moment.
+"""
 _LARGEST = MAX_SET_IDS + 1
-"""The coded size of the largest set that is recorded by its own ids.
+"""The largest coded size of a set that is recorded by its own ids.
 
-A set with a larger coded size is recorded by the ids that it lacks.
+Larger coded sizes mean sets that are recorded by their missing ids.
 """
 _MAX_VARINT_BYTES = 5
-"""Bytes of the largest varint: ids have 31 bits."""
+"""Size of the largest varint in bytes; ids have 31 bits."""
 
 
 def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple[bytes, bytes]]:
-    """Return, for each rollout, its block `support` and its block `likely`.
+    """Return the blocks `support` and `likely` of each rollout.
 
     Args:
         rollouts: the rollouts of a group.
         max_bytes: the largest size of all blocks together. If the blocks exceed this size, or a
-            rollout exceeds MAX_IDS, the largest supports of the group, if necessary all of them,
-            are left out and marked TOO_LARGE.
+            rollout exceeds MAX_IDS, the largest supports are left out and marked TOO_LARGE.
     """
     likely = [encode_sets(rollout.likely) for rollout in rollouts]
     max_ids, supports = MAX_SET_IDS, [rollout.support for rollout in rollouts]
@@ -72,7 +71,7 @@ def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple
 
 
 def bytes_of_sets(blocks: Sequence[tuple[bytes, bytes]]) -> tuple[SetBytes, ...]:
-    """Return the number of bytes of each rollout's two blocks; () if all are empty."""
+    """Return the sizes in bytes of each rollout's two blocks; () if all blocks are empty."""
     lengths = tuple((len(support), len(likely)) for support, likely in blocks)
     return lengths if any(map(any, lengths)) else ()
 
@@ -80,12 +79,12 @@ def bytes_of_sets(blocks: Sequence[tuple[bytes, bytes]]) -> tuple[SetBytes, ...]
 def decode_all_sets(
     blocks: memoryview, num_tokens: Sequence[int], set_bytes: Sequence[SetBytes]
 ) -> Iterator[dict[str, TokenSets | None]]:
-    """Yield the fields `support` and `likely` of each rollout, from all rollouts' blocks.
+    """Decode the blocks of all rollouts; yield `support` and `likely` of each rollout.
 
     Args:
-        blocks: the blocks of all rollouts, one after the other, with the lengths in `set_bytes`.
+        blocks: the concatenated blocks of all rollouts, with the sizes in `set_bytes`.
         num_tokens: the number of tokens of each rollout.
-        set_bytes: what `bytes_of_sets` returned; the caller has checked its length.
+        set_bytes: the result of `bytes_of_sets`, whose length the caller has checked.
 
     Raises:
         RemoteProtocolError: if a block is malformed.
@@ -104,7 +103,7 @@ def decode_all_sets(
 
 
 def encode_sets(sets: TokenSets | None) -> bytes:
-    """Return the block with the sets of a rollout; an empty block for None."""
+    """Return the block of a rollout's sets; an empty block for None."""
     if sets is None:
         return b""
     sizes = sets.sizes.astype(np.int64)
@@ -156,9 +155,9 @@ def decode_sets(block: memoryview, *, num_tokens: int, with_logprobs: bool) -> T
 
 
 def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
-    """Return [M]: each id minus the id before it in its set, minus 1.
+    """Return, for each id, the id minus the previous id of the set, minus 1; [M].
 
-    For the first id of a set the value is the id itself.
+    For the first id of a set, the value is the id itself.
     """
     ids = sets.ids.astype(np.int64)
     differences = np.diff(ids, prepend=-1) - 1
@@ -170,7 +169,7 @@ def _differences(sets: TokenSets) -> npt.NDArray[np.int64]:
 def _ids(
     counts: npt.NDArray[np.int64], differences: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the ids of all sets, from the result of `_differences`.
+    """Return the ids of all sets from the result of `_differences`.
 
     `counts` has the number of ids in each set.
     """
@@ -182,9 +181,9 @@ def _ids(
 
 
 def _firsts(counts: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """Return the index of the first id of each set that has ids.
+    """Return the index of the first id of each nonempty set.
 
-    The index counts the ids of all sets.
+    Indices count the ids of all sets.
     """
     ends = np.cumsum(counts, dtype=np.int64)
     firsts: npt.NDArray[np.int64] = (ends - counts)[counts > 0]
@@ -205,10 +204,10 @@ def _encode_varints(numbers: npt.NDArray[np.int64]) -> bytes:
 
 
 def _decode_varints(data: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the first `count` varints and the number of their bytes.
+    """Return the first `count` varints, and their total number of bytes.
 
     Raises:
-        RemoteProtocolError: if the data has fewer than `count` varints, or if a varint is too long.
+        RemoteProtocolError: if the data has fewer than `count` varints, or a varint is too long.
     """
     ends = np.flatnonzero(data[: count * _MAX_VARINT_BYTES] < 0x80)[:count] + 1
     if len(ends) < count:
@@ -225,7 +224,7 @@ def _decode_varints(data: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArra
 
 
 def _round(logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest bfloat16 of each number, ties to even; NaN stays NaN."""
+    """Return the bits of each number rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = logprobs.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = np.uint32(0x7FC0)
