@@ -429,9 +429,6 @@ class EngineSection(Section):
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """Keys and values of running rollouts when weights are swapped. recompute: with the new
     weights; keep: leave them, and so sample from a mixture of versions."""
-    version_wait_s: Seconds = Field(default=30.0, ge=0)
-    """Seconds that a worker keeps a lease whose version it does not have yet; then another worker
-    gets the lease."""
 
 
 class TransformersSection(EngineSection):

@@ -87,9 +87,7 @@ def test_older_weights_sample_nothing_of_it_and_newer_ones_do() -> None:
 
 @pytest.mark.slow
 def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -> None:
-    world = make_world(
-        engine={"version_wait_s": 2.0}, leases={"hedge_factor": False}, sync={"eager": True}
-    )
+    world = make_world(leases={"hedge_factor": False}, sync={"eager": True})
     world.learner()
     world.worker("w1")
     role = world.node("w1").role
@@ -104,7 +102,7 @@ def test_what_has_waited_in_vain_goes_to_another_worker(make_world: MakeWorld) -
     for group in queue:
         group.lease = msgspec.structs.replace(group.lease, min_version=PolicyVersion(1, 99))
     role.max_groups = 0  # so that it is not the one that gets them again
-    world.run_until(lambda: not role.held.of(GroupState.QUEUED), within_s=5.0)
+    world.run_until(lambda: not role.held.of(GroupState.QUEUED), within_s=2 * MAX_VERSION_WAIT_S)
     assert role.counters["engine/version_refused"] == len(waiting)
     world.run_until(lambda: not world.undelivered("w1"))
     assert learner.counters["leases_given_back"] == len(waiting)

@@ -156,7 +156,6 @@ class Worker(DialingRole):
         outbox: Outbox,
         *,
         terms: ReleaseTerms | None = None,
-        version_wait_s: float = MAX_VERSION_WAIT_S,
         now: float,
     ) -> None:
         """Start without leases and without an engine; the event EngineBuilt brings the engine.
@@ -166,7 +165,6 @@ class Worker(DialingRole):
             broadcast: the node's part of the weights plane.
             outbox: keeps results until they are acknowledged.
             terms: limits on the time for which the worker's machine is kept; None for no limits.
-            version_wait_s: seconds for which a lease may wait for its version.
             now: the present time, seconds.
         """
         super().__init__(settings, broadcast, now=now)
@@ -184,7 +182,6 @@ class Worker(DialingRole):
         self._keeper = PartialKeeper(self.held, self.partial_counts)
         self._calls: EngineCalls | None = None
         """The calls of the engine; None until the engine is built."""
-        self._version_wait_s = version_wait_s
 
     def validate(self) -> None:
         """Check that leases, outbox and calls of the engine agree, too; for tests.
@@ -468,14 +465,17 @@ class Worker(DialingRole):
         return [Note("warning", text), *beat]
 
     def _give_back(self, now: float) -> list[Action]:
-        installed, wait_s = self.installed_version, self._version_wait_s
-        late = self.held.overdue(installed, wait_s=wait_s, now=now)
+        installed = self.installed_version
+        late = self.held.overdue(installed, wait_s=MAX_VERSION_WAIT_S, now=now)
         # First ship their tokens, for the workers that continue them.
         actions = self.ship(interval_s=0.0, now=now) if late else []
         for group in late:
             self.counters.add("engine/version_refused")
-            here = f"{installed or 'no version'} is installed and no newer one has arrived"
-            why = f"{group.lease.min_version} or newer is wanted, {here} in {wait_s:g} s"
+            here = (
+                f"{installed or 'no version'} is installed and no newer one has arrived in "
+                f"{MAX_VERSION_WAIT_S:g} s"
+            )
+            why = f"{group.lease.min_version} or newer is wanted, {here}"
             actions += self._outcomes.failed(not_installed(group.lease, why))
         return actions
 

@@ -140,7 +140,6 @@ def assemble_worker(
         wiring.make_broadcast(settings.node_id, network, version_store),
         Outbox(max_deliveries=MAX_UNACKED_GROUPS, retry_s=retry_s),
         terms=terms_of(config.worker, network),
-        version_wait_s=config.engine.version_wait_s,
         now=now,
     )
     node_dir = config.run_dir / "workers" / settings.node_id
