@@ -236,11 +236,6 @@ class UplinkProbe:
         probe is under way."""
         self._most_bytes = 0
 
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether the acknowledgement of a probe is awaited."""
-        return self._awaited is not None
-
     def begin(self, peer: str, *, payload_bytes: int, now: float) -> list[Action]:
         """Send a probe to `peer` if the uplink is unknown and no probe is under way.
 

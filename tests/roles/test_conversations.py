@@ -256,13 +256,14 @@ def test_a_probe_of_an_uplink_is_answered(make_world: MakeWorld) -> None:
         probe = encode(Probe(), [bytes(1000)], source="w1")
         [answer] = world.node(name).role.receive("in99", probe, now=world.now)
         assert isinstance(message_of(answer.frames), ProbeAck)
-    # The answer to its own is awaited from its parent alone.
+    # The answer to its own is taken from its parent alone.
     role = world.node("w1").role
     peer = role.control.peer
     role.probing.begin(peer, payload_bytes=8 << 20, now=3.0)
-    for source, is_awaited in (("in99", True), (peer, False)):
+    for source, is_taken in (("in99", False), (peer, True)):
         role.receive(source, encode(ProbeAck(), source="r1"), now=9.0)
-        assert role.probing.is_awaiting == is_awaited
+        next_probe = role.probing.begin(peer, payload_bytes=8 << 20, now=9.0)
+        assert bool(next_probe) == is_taken
 
 
 def test_who_can_serve_shows_its_uplink_before_it_is_given_a_place_and_then_the_learner(

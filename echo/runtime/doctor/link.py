@@ -108,7 +108,6 @@ class _Trial:
         self._transport, self._fingerprint = transport, fingerprint
         self._node_id = f"doctor-{secrets.token_hex(4)}"
         self._seal_keys = SealKeys(secrets.token_bytes(32))
-        self._messages: list[tuple[Message, list[Frame]]] = []
         self._peer = ""
         self.report = LinkReport(without_key(address))
         self._address = address
