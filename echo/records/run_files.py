@@ -290,13 +290,3 @@ def _rate(deliveries: list[Delivery], group_size: int) -> WorkerRate:
         concurrency=most * group_size,
         group_s=median(end - begin for begin, end in spans),
     )
-
-
-def tokens_by_staleness(rows: Iterable[MetricsRow]) -> dict[int, int]:
-    """Return staleness -> number of trained tokens, summed over rows of metrics."""
-    totals: dict[int, int] = {}
-    for row in rows:
-        histogram: Mapping[str, int] = row.get("staleness/hist") or {}
-        for staleness, tokens in histogram.items():
-            totals[int(staleness)] = totals.get(int(staleness), 0) + tokens
-    return totals

@@ -1,4 +1,4 @@
-"""Plots of learning curves, fleet costs and simulated runs."""
+"""Plots of fleet costs and simulated runs, and what all plots share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from echo.core.errors import DataError, StorageError
+from echo.core.errors import StorageError
 from echo.core.extras import import_extra
-from echo.core.monitoring.metrics import held_out
-from echo.records.run_files import MetricsHistory, read_config, read_metrics, tokens_by_staleness
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,8 +60,6 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
     return out_png
 
 
-_REWARD, _SAMPLED, _GREEDY = "#4c72b0", "#2a9d5c", "#b5479b"
-_INK = "#333333"
 _SMOOTHED_STEPS = 5
 """Number of steps in the running mean of the reward.
 
@@ -71,104 +67,10 @@ The mean has less than half the noise of one batch.
 """
 
 
-def learning_curve(run_dir: Path, out_png: Path) -> Path:
-    """Plot a run's rewards and staleness to a PNG file, and return its path.
-
-    The plot has two rewards: the mean of each step, and the mean of each held-out evaluation.
-
-    Raises:
-        ConfigError: if matplotlib is not installed.
-        DataError: if the run has no metrics, or made no step yet.
-        StorageError: if metrics are damaged or the PNG cannot be written.
-    """
-    history = read_metrics(run_dir)
-    if not history.train and not history.evaluations:
-        raise DataError(
-            f"{run_dir / 'metrics.jsonl'}: no optimizer step yet, nothing to plot; try again later"
-        )
-    figure = new_figure((10, 4.2), dpi=144, extra="learner", wanted_by="the learning curve")
-    curves, histogram = figure.subplots(1, 2, width_ratios=(2.4, 1))
-    draw_curves(curves, history)
-    _draw_staleness(histogram, tokens_by_staleness(history.train), _bound(run_dir))
-    figure.suptitle(run_dir.resolve().name, fontsize=11, color=_INK)
-    return save_figure(figure, out_png)
-
-
-def draw_curves(axes: Axes, history: MetricsHistory) -> None:
-    """Draw the mean rewards of steps and of held-out prompts on one axis."""
-    from matplotlib.ticker import MaxNLocator
-
-    # A reward that was not finite was written as null.
-    rows = [row for row in history.train if row["reward/mean"] is not None]
-    steps, rewards = [row["step"] for row in rows], [row["reward/mean"] for row in rows]
-    evaluated = [evaluation.step for evaluation in history.evaluations]
-    sampled = [evaluation.sampled for evaluation in history.evaluations]
-    greedy = [evaluation.greedy for evaluation in history.evaluations]
-    shown = []
-    if rewards:
-        axes.plot(steps, rewards, color=_REWARD, alpha=0.3, linewidth=1)
-        label = f"reward of the steps, mean of {_SMOOTHED_STEPS}"
-        shown += axes.plot(steps, smoothed(rewards), color=_REWARD, label=label)
-    if evaluated:
-        for style, color, name, values in (
-            ("o-", _SAMPLED, "sampled", sampled),
-            ("D--", _GREEDY, "greedy", greedy),
-        ):
-            label = f"{held_out(history.evals_are_rates)}, {name}"
-            [line] = axes.plot(evaluated, values, style, color=color, label=label, markersize=4)
-            line.set_clip_on(False)  # otherwise the axis would cut a point at step 0 in half
-            shown.append(line)
-    if all(0 <= value <= 1 for value in (*rewards, *sampled, *greedy)):
-        axes.set_ylim(0, 1)
-    axes.set_ylabel("mean reward")
-    axes.set_xlim(left=0)
-    axes.set_xlabel("optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    tidy(axes, lines="y")
-    axes.legend(handles=shown, loc="best", frameon=False)
-
-
-def _draw_staleness(axes: Axes, tokens: Mapping[int, int], max_staleness: int | None) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("staleness of trained tokens, steps")
-    axes.set_ylabel("share of tokens")
-    tidy(axes, lines="y")
-    total = sum(tokens.values())
-    if not total:
-        axes.text(0.5, 0.5, "not recorded", ha="center", va="center", transform=axes.transAxes)
-        return
-    axes.bar([*tokens], [n / total for n in tokens.values()], width=0.8, color=_REWARD, alpha=0.85)
-    average = sum(staleness * n for staleness, n in tokens.items()) / total
-    axes.set_title(f"mean {average:.2f}", fontsize=9, color=_INK)
-    if max_staleness is not None:
-        axes.axvline(max_staleness + 0.5, color="#c44e52", linestyle=":", linewidth=1.5)
-        axes.annotate(
-            f"bound S = {max_staleness}",
-            (max_staleness + 0.55, 0.97),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            ha="left",
-            va="top",
-            fontsize=8,
-            color="#c44e52",
-        )
-    axes.set_xlim(-0.6, max(max_staleness or 0, *tokens) + 1.1)  # space for the bound's name
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def smoothed(values: Sequence[float]) -> list[float]:
     """Return the running mean of the values over _SMOOTHED_STEPS steps."""
     windows = [values[max(i - _SMOOTHED_STEPS + 1, 0) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
-
-
-def _bound(run_dir: Path) -> int | None:
-    try:
-        bound = read_config(run_dir).get("sync", {}).get("max_staleness")
-    except DataError:
-        return None
-    return bound if isinstance(bound, int) else None
 
 
 # --- cost of fleets -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from echo.core.errors import DataError, StorageError
-from echo.records.run_files import read_config, read_metrics, tokens_by_staleness
+from echo.records.run_files import read_config, read_metrics
 
 
 def write(path: Path, records: list[dict[str, Any]], tail: str = "") -> None:
@@ -90,8 +90,3 @@ def test_a_directory_in_place_of_a_file_is_a_storage_error(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(StorageError, match=r"metrics.jsonl: cannot be read: Is a directory"):
         read_metrics(tmp_path)
-
-
-def test_staleness_is_summed_over_rows() -> None:
-    rows = (row(1, 0.1, **{"staleness/hist": {"0": 3, "1": 1}}), row(2, 0.2))
-    assert tokens_by_staleness((*rows, *rows)) == {0: 6, 1: 2}

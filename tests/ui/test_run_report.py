@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import struct
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echo.core.errors import ConfigError, DataError
+from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.records.ledger import Ledger
 from echo.ui.report import figures
-from echo.ui.report.figures import Plot, draw_all
+from echo.ui.report.figures import Plot, draw_all, learning_curve
 from echo.ui.report.page import render_page
 from echo.ui.report.run import ReportedRun, read_run, read_runs
 from echo.ui.rollouts import Part, ShownRollout
+from echo.ui.sinks import MetricsWriter
 from echo.ui.trace import ALL, parse_window, render_trace
 from tests.records.rows import write_ledger
-from tests.ui.conftest import MakeRun
+from tests.ui.conftest import MakeRun, evaluation
 
+Figure = pytest.importorskip("matplotlib.figure").Figure
 EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
 
 
@@ -219,6 +223,45 @@ def test_each_figure_is_drawn_for_one_run_and_for_two(
     assert compared == {"reward", "staleness", "waiting", "useful_groups"}
     page = render_page(runs[:1], plots, [], without_rollouts="", made_at=time.time())
     assert page.count('src="data:image/png;base64,iVBOR') == len(plots)
+
+
+@pytest.mark.slow
+def test_a_learning_curve_leaves_matplotlibs_global_state_alone(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of somebody else
+    out, run_dir = tmp_path / "figures" / "curve.png", make_run()
+    assert learning_curve(read_run(run_dir), out) == out
+    assert out.read_bytes()[16:24] == struct.pack(">II", 1440, 604)
+    add_columns(run_dir, staleness__hist=None, reward__mean=lambda step: None if step == 2 else 1)
+    assert learning_curve(read_run(run_dir), out) == out
+    assert "matplotlib.pyplot" not in sys.modules
+    with pytest.raises(StorageError, match="cannot be written"):
+        learning_curve(read_run(run_dir), run_dir / "metrics.jsonl" / "curve.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"the learning curve needs matplotlib, .* not installed"):
+        learning_curve(read_run(run_dir), out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train", "heldout", "limits"),
+    [(0.5, 0.5, (0, 1)), (-3.0, 0.5, None), (1.2, 0.8, None), (-3.0, 2.5, None)],
+)
+def test_every_reward_is_within_the_figure(
+    make_run: MakeRun, train: float, heldout: float, limits: tuple[int, int] | None
+) -> None:
+    run_dir = make_run(rewards=lambda step: train)
+    with MetricsWriter(run_dir) as writer:
+        writer.write(10, evaluation(10, heldout, heldout))
+    axes = Figure(layout="constrained").subplots()
+    [reward] = [drawing for drawing in figures.DRAWINGS if drawing.name == "reward"]
+    reward.draw(axes, [read_run(run_dir)])
+    low, high = axes.get_ylim()
+    assert limits is None or (low, high) == limits
+    values = [value for line in axes.lines for value in line.get_ydata()]
+    assert low <= min(values)
+    assert max(values) <= high
 
 
 def test_a_figure_is_below_the_heading_of_its_part(run_dir: Path) -> None:

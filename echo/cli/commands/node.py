@@ -82,7 +82,8 @@ from echo.tasks.dataset import RowsTask
 from echo.tasks.rows.files import is_local
 from echo.tasks.task import Task, load_task
 from echo.ui.live import LiveView
-from echo.ui.plots import learning_curve
+from echo.ui.report.figures import learning_curve
+from echo.ui.report.run import read_run
 from echo.ui.sinks import MetricsWriter, sinks_missing
 from echo.ui.summary import as_text, summarise_run
 from echo.ui.worker_status import StatusLine, WorkerStatus
@@ -726,7 +727,7 @@ def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None 
         text = "no optimizer step was made, so there is nothing to sum up"
         console.file.write(f"{text}; why: {run_dir / 'logs'}\n")
         return
-    learning_curve(run_dir, run_dir / "learning_curve.png")
+    learning_curve(read_run(run_dir), run_dir / "learning_curve.png")
     summary = summarise_run(run_dir, commands=commands)
     text = as_text(summary)
     on_screen = as_text(summary, width=min(console.width, 110)) if console.is_terminal else text

@@ -1,4 +1,4 @@
-"""The figures of a report, each with one idea, as PNG images.
+"""The figures of a report, each with one idea, as PNG images; the learning curve is two of them.
 
 A figure of one run shows what belongs to the curve: its spread, its parts, its bound. A figure of
 several runs has one line for each run. A figure without data is left out.
@@ -10,13 +10,14 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from echo.core.monitoring.metrics import held_out
 from echo.records.run_files import MetricsRow
 from echo.ui.drawing import clean
-from echo.ui.plots import FAINT, new_figure, smoothed, tidy
+from echo.ui.plots import FAINT, new_figure, save_figure, smoothed, tidy
 from echo.ui.report.run import ReportedRun
 from echo.ui.stalls import WAIT
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 COLORS = ("#4c72b0", "#dd8452", "#2a9d5c", "#b5479b", "#8172b3", "#937860", "#c44e52", "#64b5cd")
 """Colours of lines, in the order in which they are used."""
-BOUND = "#c44e52"
 WIDTH, HEIGHT = 6.6, 3.1
 """Size of a figure, inches."""
 DPI = 130
@@ -224,6 +224,23 @@ def _png(figure: Figure) -> bytes:
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()
+
+
+def learning_curve(run: ReportedRun, out_png: Path) -> Path:
+    """Draw the rewards and the staleness of a run to a PNG file, and return its path.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+        StorageError: if the PNG cannot be written.
+    """
+    figure = new_figure((10, 4.2), dpi=144, extra="learner", wanted_by="the learning curve")
+    figure.suptitle(run.name)
+    grid = figure.add_gridspec(1, 2)
+    for place, draw in enumerate((_reward, _staleness)):
+        axes = figure.add_subfigure(grid[place]).subplots()
+        if not draw(axes, [run]):
+            axes.set_axis_off()
+    return save_figure(figure, out_png)
 
 
 # --- metrics by step ------------------------------------------------------------------------------
