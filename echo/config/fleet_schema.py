@@ -208,8 +208,6 @@ class SimRow(Strict):
     """Whether leases limit the workers to the demand; if false, every idle worker gets work."""
     is_eager: bool = False
     """As sync.eager."""
-    queue_share: Amount = 1.0
-    """Groups that wait at a worker, divided by the groups in its engine."""
     alone_speedup: Annotated[float, Field(ge=1)] = 2.0
     """How many times faster a sequence is sampled alone than in a full engine."""
     speed_spread: Share = 0.0
@@ -222,8 +220,6 @@ class SimRow(Strict):
     """Time in which new weights are installed in an engine."""
     publish_s: Instant = 0.0
     """Time in which the learner makes a version and does not train."""
-    ledger_s: Instant = 0.01
-    """Time until an accepted group is on the learner's disk."""
     join_within_s: Instant = 5.0
     """Time within which the workers start, one after the other."""
 

@@ -242,7 +242,6 @@ class Simulation:
                 groups_per_batch=engine.groups_per_batch,
                 is_continuous=True,
                 rules=PartialRules(ship_s=None),
-                queue_share=settings.queue_share,
             ),
             times=WorkerTimes(
                 setup_s=settings.setup_s,

@@ -322,6 +322,10 @@ class NoCheckpoints(Checkpoints):
         return step
 
 
+SYNC_S = 0.01
+"""Seconds until an accepted group is on the learner's disk."""
+
+
 class LearnerThreads(InlineThreads):
     """Replaces the learner's threads: some calls take simulated time.
 
@@ -340,4 +344,4 @@ class LearnerThreads(InlineThreads):
             return self._trainer.step_s()
         if what is PublishedVersions.make_version:
             return self._settings.publish_s
-        return self._settings.ledger_s if what is MemoryLedger.sync else 0.0
+        return SYNC_S if what is MemoryLedger.sync else 0.0

@@ -44,10 +44,6 @@ class EngineFacts:
     """Whether the engine can apply a delta in place: write only the words that change."""
     name: str = ""
     """Kind and data type of the engine, to compare workers by."""
-    queue_share: float = 1.0
-    """Number of queued groups for each group in the engine. The queue keeps the engine from waiting
-    for the network.
-    """
 
     @property
     def num_places(self) -> int:
@@ -58,11 +54,12 @@ class EngineFacts:
     def max_groups(self) -> int:
         """Number of groups that the worker holds at the same time, in the engine or queued.
 
+        As many groups wait as the engine takes, so that it does not wait for the network.
         With agents it is 0 at first, because agents ask for groups later.
         """
         if self.sampler == "agents":
             return 0
-        return max(1, round(self._num_over + self.queue_share * self.groups_per_batch))
+        return self._num_over + self.groups_per_batch
 
     @property
     def _num_over(self) -> int:
