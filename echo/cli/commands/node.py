@@ -528,12 +528,7 @@ def run_rank(
         for number in interrupts.SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         name = f"learner.rank{launch.rank}"
-        log = make_log(
-            name,
-            to_file=config.run_dir / "logs" / f"{name}.log",
-            to_terminal=True,
-            is_json=config.ui.log_format == "json",
-        )
+        log = _node_log(config, name)
         code = 0
         try:
             follow_leader(config, rank_group, log)
@@ -558,12 +553,7 @@ def run_learner(
     run_dir = config.run_dir
     board = NoticeBoard()
     board.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    log = make_log(
-        "learner",
-        to_file=run_dir / "logs" / "learner.log",
-        to_terminal=False,
-        is_json=config.ui.log_format == "json",
-    )
+    log = _node_log(config, "learner", to_terminal=False)
     log.addHandler(board)
     event_log = open_event_log(log_events, log)
     console = Console(stderr=True)
@@ -1046,15 +1036,16 @@ def run_role(
     section = config.relay if role == "relay" else config.worker
     name = node.node_name(role, section.name)
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
-    log = make_log(
-        name,
-        to_file=config.run_dir / "logs" / f"{name}.log",
-        to_terminal=True,
-        is_json=config.ui.log_format == "json",
-    )
+    log = _node_log(config, name)
     with others_in_log(log):
         event_log = open_event_log(log_events, log)
         return run_loop(_run_dialing(config, role, event_log, log), log)
+
+
+def _node_log(config: Config, name: str, *, to_terminal: bool = True) -> logging.Logger:
+    path = config.run_dir / "logs" / f"{name}.log"
+    is_json = config.ui.log_format == "json"
+    return make_log(name, to_file=path, to_terminal=to_terminal, is_json=is_json)
 
 
 def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:

@@ -56,6 +56,7 @@ from echo.weights.topology.throughput import (
     HOP_WORK_S,
     PlanThroughput,
     Tree,
+    children_of,
     num_children,
     order,
     throughput_of,
@@ -199,10 +200,7 @@ def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list
     counts = num_children(parents)
     former = sum(hops[0][0] == fleet.names[0] for hops in previous.values())
     hosts = _Hosts(fleet, counts, rate_bytes_per_s, former)
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            children[parent].append(node)
+    children = children_of(parents)
     reached = _below(children, 0)
     below = {node: _below(children, node) for node in lost}
     latencies = [0.0] * len(parents)

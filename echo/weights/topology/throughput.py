@@ -66,12 +66,18 @@ def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[floa
     return min(uplink, min(downlinks), total / len(uplinks))
 
 
-def order(parents: Tree) -> list[int]:
-    """Return the numbers of the learner and all nodes, each parent before its children."""
+def children_of(parents: Tree) -> list[list[int]]:
+    """Return the numbers of each node's children; a node without a place in the tree has -1."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
         if parent >= 0:
             children[parent].append(node)
+    return children
+
+
+def order(parents: Tree) -> list[int]:
+    """Return the numbers of the learner and all nodes, each parent before its children."""
+    children = children_of(parents)
     found = [0]
     for node in found:
         found += children[node]
