@@ -1078,7 +1078,32 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
                 discarded.add(record.group)
             case Trained():
                 steps.append(record)
-    if not is_surviving(PolicyVersion(lineage, step), lineages):
+    surviving = _steps_until(PolicyVersion(lineage, step), steps, lineages)
+    ended = discarded.union(*(record.groups for record in surviving))
+    _add_staleness(surviving, state.staleness_tokens)
+    state.trained = {
+        group: (record.step, accepted[group])
+        for record in surviving
+        for group in record.groups
+        if group in accepted
+    }
+    state.lineages = tuple(lineages)
+    state.waiting = {group: place for group, place in accepted.items() if group not in ended}
+    state.finished = accepted.keys() | discarded
+    state.granted = {g: n for g, n in state.granted.items() if g not in state.finished}
+    return state
+
+
+def _steps_until(
+    checkpoint: PolicyVersion, steps: Sequence[Trained], lineages: Sequence[Lineage]
+) -> list[Trained]:
+    """Return the steps up to a checkpoint that no resume has made void.
+
+    Raises:
+        StorageError: as for `read_state`.
+    """
+    lineage, step = checkpoint.lineage, checkpoint.step
+    if not is_surviving(checkpoint, lineages):
         raise StorageError(
             f"the checkpoint of step {step} in lineage {lineage} is not on the run's history any "
             "more: the run was resumed from an earlier one since; write the name of another one "
@@ -1095,19 +1120,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
             f"last step is {last}: the end of the ledger is lost; restore it from a copy, or write "
             "the name of an older checkpoint into checkpoints/latest"
         )
-    ended = discarded.union(*(record.groups for record in surviving))
-    _add_staleness(surviving, state.staleness_tokens)
-    state.trained = {
-        group: (record.step, accepted[group])
-        for record in surviving
-        for group in record.groups
-        if group in accepted
-    }
-    state.lineages = tuple(lineages)
-    state.waiting = {group: place for group, place in accepted.items() if group not in ended}
-    state.finished = accepted.keys() | discarded
-    state.granted = {g: n for g, n in state.granted.items() if g not in state.finished}
-    return state
+    return surviving
 
 
 @dataclass(slots=True)
