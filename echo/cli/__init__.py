@@ -1,8 +1,8 @@
-"""The command line: the front, the parsers, signals and output; `commands` has the commands.
+"""The command line of `echo-rl`: parsers, signal handling and output.
 
-In a process that was started to run a command, Ctrl-C is handled before any slow import. Such a
-process is recognized by sys.argv[0]. With `python -m` this is "-m" while Python locates the module.
-With an installed script it is the path of the script.
+A process that runs a command handles Ctrl-C before any slow import. sys.argv[0] identifies such a
+process. Under `python -m` its value is "-m" while Python locates the module. Under an installed
+script its value is the script's path.
 """
 
 import sys

@@ -1,12 +1,11 @@
-"""Signals: how Ctrl-C, SIGTERM and a closed terminal end commands.
+"""Handles the signals of Ctrl-C, SIGTERM and a closed terminal in commands.
 
     while modules are imported, or figures computed   prints one line and exits: nothing to undo
     within `unwinding`                                prints one line; SystemExit runs `finally`
     while a node runs (cli/commands/node.py)          the first drains it, the second stops it
 
 The exit code is always 128 + the signal's number, as in shells. The package imports this module
-before all others, so that signals are also handled during the other imports. So keep this module
-small.
+first, so that signals are handled during the other imports. Keep this module small.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 HURRY_S = 5.0
-"""Seconds that a process may take to end after a signal to stop immediately."""
+"""Seconds within which a process must end after a signal to stop immediately."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user wanted it
-    """A signal has drained or stopped the node that this process runs."""
+    """Raised if a signal has drained or stopped this process's node."""
 
     def __init__(self, number: int) -> None:
-        """Make the exception for this signal number: its text is the signal's name."""
+        """Make the exception; its text is the signal's name."""
         super().__init__(signal.Signals(number).name)
         self.exit_code = signal_exit_code(number)
 
@@ -40,15 +39,15 @@ def signal_exit_code(number: int) -> int:
 
 
 def is_interruption(code: int) -> bool:
-    """Return whether a signal ended the command with this exit code."""
+    """Return whether this is the exit code of a command that a signal has ended."""
     return code in map(signal_exit_code, SIGNALS)
 
 
 def install() -> None:
     """Install handlers that print "interrupted" and end this process with the signal's code.
 
-    A signal that the process has inherited as ignored stays ignored, for example SIGHUP under
-    nohup.
+    If the process inherited a signal as ignored, the signal stays ignored. An example is SIGHUP
+    under nohup.
     """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -61,7 +60,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def announce(number: int) -> None:
-    """Print "interrupted" to standard error, or nothing if the terminal is closed."""
+    """Print "interrupted" to standard error. If the terminal is closed, print nothing."""
     if number == signal.SIGHUP:
         leave_terminal()
     with suppress(OSError):
@@ -70,9 +69,9 @@ def announce(number: int) -> None:
 
 @contextmanager
 def handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of each SIGINT, SIGTERM and SIGHUP, within the block.
+    """Within the `with` block, call `handle` with the number of each SIGINT, SIGTERM and SIGHUP.
 
-    The former handlers are restored after the block. If SIGHUP was ignored, as under nohup, it
+    The block's end restores the former handlers. If SIGHUP was ignored, as under nohup, SIGHUP
     stays ignored.
     """
     before = {
@@ -91,9 +90,9 @@ def handled(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Raise SystemExit at the first signal within the block.
+    """Within the `with` block, raise SystemExit at the first signal.
 
-    SystemExit lets `finally` blocks run. The second signal ends the process without them.
+    SystemExit lets `finally` blocks run. The second signal ends the process at once.
     """
     is_unwinding = False
 
@@ -110,7 +109,7 @@ def unwinding() -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Redirect the standard streams that are terminals to /dev/null.
+    """Redirect each standard stream that is a terminal to /dev/null.
 
     A write to a closed terminal would raise an error. /dev/null accepts every write.
     """
@@ -125,8 +124,8 @@ def leave_terminal() -> None:
 def hurry(code: int) -> None:
     """End this process with `code` after at most HURRY_S.
 
-    Python waits for every thread before it ends. A thread that loads a model, makes a step or waits
-    for a reward cannot be stopped. So this function does not wait for threads.
+    Python would wait for all threads. A thread that loads a model, makes a step or waits for a
+    reward cannot be stopped. So this function does not wait for threads.
     """
     timer = threading.Timer(HURRY_S, os._exit, [code])
     timer.daemon = True

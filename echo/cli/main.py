@@ -1,7 +1,7 @@
-"""The front of every command: `echo-rl COMMAND`.
+"""Runs `echo-rl COMMAND`: finds the command and parses its command line.
 
-The command line is parsed before the command is imported. So `--help` needs no package. If the
-import then lacks a package, the error names the package and the command that installs it.
+The command line is parsed before the command's module is imported, so `--help` needs no installed
+package. If a package is missing at the import, the error names the package and how to install it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from echo.core.extras import install_command, version
 
 
 class Command(NamedTuple):
-    """A command: its text in `--help`, the function that makes its parser, and its extra."""
+    """A command's help text, the function that makes its parser, and its required extra."""
 
     help: str
     parser: Callable[[], ArgumentParser]
     extra: str = "relay"
-    """The extra of pyproject.toml that the command needs; with `--role`, the extra named after that
-    role is needed instead."""
+    """The extra of pyproject.toml that the command needs. With `--role`, the command needs the
+    role's extra instead."""
 
 
 COMMANDS = {
@@ -59,12 +59,11 @@ COMMANDS = {
     ),
     "report": Command("write a report of a run as one HTML file", parsers.report_parser, "learner"),
 }
-"""The commands by name. `main` of the module echo.cli.commands.NAME gets the command line after the
-name."""
+"""The commands by name. The function `main` of the module echo.cli.commands.NAME runs a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names; return its exit code."""
+    """Run the command named by the first argument; return the command's exit code."""
     name, *line = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--version", "-V"):
         print(version())

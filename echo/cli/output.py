@@ -1,4 +1,4 @@
-"""Output of commands: logs, errors and exit codes."""
+"""Writes the output of commands: logs, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class LogFormatter(logging.Formatter):
-    """Formats a record so that a peer's text can do no harm.
+    """Formats a log record so that text from a peer is harmless.
 
-    The text can neither imitate a record nor control a terminal. Unprintable characters are
-    escaped, and keys are cut from addresses. All lines of a record after the first, such as a
-    traceback, are indented.
+    Unprintable characters are escaped, so the text cannot control a terminal. All lines of a record
+    after the first are indented, so the text cannot imitate a record. Keys are removed from
+    addresses.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -56,7 +56,7 @@ class LogFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON, without the keys in addresses."""
+    """Formats a log record as one line of JSON; keys are removed from addresses."""
 
     def __init__(self, node: str) -> None:
         """Put the node's name into every line."""
@@ -77,10 +77,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Forward(logging.Handler):
-    """Passes records to a node's log, so that every handler of this log gets them.
-
-    Handlers that are added to the log later get them, too.
-    """
+    """Passes records to all handlers of a node's log, even handlers that are added later."""
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()
@@ -91,15 +88,15 @@ class _Forward(logging.Handler):
 
 
 MAX_LOG_BYTES = 32 << 20
-"""Size of a log file at which its lines move to a second file, NAME.log.1, and replace the lines
-there."""
+"""Size at which the content of a log file NAME.log replaces the content of NAME.log.1."""
 
 
 class LogFile(RotatingFileHandler):
     """Writes log records to a file, and reports once if the file cannot be written.
 
     When the file has MAX_LOG_BYTES, its content is copied to a second file, and the file is
-    emptied. It is not renamed, because the standard output of the process may go into it.
+    emptied. The file is not renamed, because the process's standard output may be redirected into
+    it.
     """
 
     def __init__(self, path: Path, log: logging.Logger) -> None:
@@ -114,7 +111,7 @@ class LogFile(RotatingFileHandler):
         self._has_failed = self._fails = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record to the file, or drop it if the file cannot be written."""
+        """Write a record to the file. If that fails, drop the record."""
         self._fails = False
         super().emit(record)
         self._has_failed &= self._fails
@@ -122,7 +119,7 @@ class LogFile(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging calls it so
         """Log why a record was not written.
 
-        Several records that fail in a row cause one log line.
+        Several failures in a row cause only one log line.
         """
         self._fails = True
         if not self._has_failed:
@@ -139,10 +136,10 @@ def _copy_and_empty(source: str, target: str) -> None:
 def make_log(
     name: str, *, to_file: Path | None, to_terminal: bool, is_json: bool = False
 ) -> logging.Logger:
-    """Return the log of a node, which goes to a file, to standard error, or both.
+    """Return a node's log, which writes to a file, to standard error, or to both.
 
-    Its lines are text, or JSON objects if `is_json`. The log also gets the messages of engines, and
-    the warnings of the transport, of tasks and of the rest of the runtime.
+    If `is_json` is set, each line is a JSON object; otherwise it is text. The log also gets the
+    messages of engines, the transport, tasks and the rest of the runtime.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -176,11 +173,10 @@ def make_log(
 
 @contextmanager
 def others_in_log(log: logging.Logger) -> Iterator[None]:
-    """Redirect standard output and error into the log's file, within the block.
+    """Within the `with` block, redirect standard output and standard error into the log's file.
 
-    Libraries, their C++ code and the processes that they start write warnings to the terminal. Such
-    a warning would break the status line, and the next status would erase it. Without a status line
-    nothing is redirected.
+    Libraries and their child processes write warnings to the terminal, where a warning would break
+    the status line. Without a status line nothing is redirected.
     """
     from echo.ui.worker_status import StatusLine  # imported here: --help needs no rich
 
@@ -195,7 +191,7 @@ def others_in_log(log: logging.Logger) -> Iterator[None]:
 
 @contextmanager
 def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
-    """Redirect a stream from the terminal to the file descriptor `to`, within the block.
+    """Within the `with` block, redirect a stream from the terminal to the file descriptor `to`.
 
     The status line still writes to the terminal.
     """
@@ -225,7 +221,7 @@ def _moved(stream: TextIO, to: int, line: StatusLine) -> Iterator[None]:
 def print_texts(texts: Iterable[str]) -> None:
     """Print each text on a line.
 
-    If the reader closes the pipe, as `head` does, stop quietly.
+    If the reader closes the pipe, as `head` does, stop without an error.
     """
     try:
         for text in texts:
@@ -237,14 +233,14 @@ def print_texts(texts: Iterable[str]) -> None:
 
 
 def fail(error: EchoError) -> int:
-    """Print an error to standard error, without secrets; return its exit code."""
+    """Print an error without secrets to standard error; return the error's exit code."""
     # A user may have given a join string as the name of a file.
     print(f"error: {without_secrets(str(error))}", file=sys.stderr)
     return exit_code(error)
 
 
 def exit_code(error: EchoError) -> int:
-    """Return the exit code of a command that this error has ended."""
+    """Return the exit code of a command that ends with this error."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
@@ -252,13 +248,13 @@ def exit_code(error: EchoError) -> int:
 
 
 UNWRAPPED = 10_000
-"""Console width, in characters, that exceeds the length of every line."""
+"""A console width, in characters, at which no line wraps."""
 
 
 def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) -> int:
-    """Run a command's function with a console to print to; return its exit code.
+    """Run a command's function with a console for its output; return the exit code.
 
-    An EchoError is printed, and its exit code is returned.
+    If the function raises an EchoError, print the error and return its exit code.
     """
     from rich.console import Console
 

@@ -1,7 +1,7 @@
-"""Parses the command lines of all commands. No installed package is needed for this.
+"""Parses the command lines of all commands, without any installed package.
 
-So `--help` and `--version` work at once, even in a fresh clone without installed packages. If a
-command line has no error, its command's module is imported afterwards.
+So `--help` and `--version` work at once, even in a fresh clone. The command's module is imported
+only after its command line has been parsed without an error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EXIT_CODES_HELP = (
     "and a closed terminal: a learner has saved its run, a worker has handed over what it had "
     "begun."
 )
-"""The exit codes of all commands; docs/operations.md has the same as a table."""
+"""The exit codes of all commands, as help text; docs/operations.md has them as a table."""
 
 
 RECIPES = ("shell", "systemd", "slurm", "kubernetes", "skypilot", "vast", "runpod")
-"""The places where `echo-rl plan --for` can start workers. They equal KINDS in
-echo/fleet/recipes.py, which this module does not import."""
+"""The values of `echo-rl plan --for`. They equal KINDS in echo/fleet/recipes.py, which this module
+does not import."""
 
 
 def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -43,9 +43,9 @@ def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentPar
 
 
 def _text(argument: str) -> str:
-    """Return the argument if it is valid UTF-8; refuse it otherwise.
+    """Return the argument; refuse an argument that is not valid UTF-8.
 
-    Python has decoded other bytes to lone surrogates.
+    Python decodes invalid bytes to lone surrogates.
     """
     try:
         argument.encode()
@@ -55,7 +55,7 @@ def _text(argument: str) -> str:
 
 
 def _path(argument: str) -> Path:
-    """Return the argument as a path; refuse a name that is too long for file systems."""
+    """Return the argument as a path; refuse a file name that is too long."""
     path = Path(argument)
     if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
         raise argparse.ArgumentTypeError(

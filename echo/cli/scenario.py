@@ -1,4 +1,4 @@
-"""Scenario files, and the simulator's part of them."""
+"""Loads scenario files, and makes the simulator's scenario from them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def load_scenario(
         files: the scenario's files and their texts, as `read_files` returns them.
         overrides: settings from the command line, each with its option's text.
         name: the scenario's name, which is shown in headings.
-        plan: a plan.json. It gives the numbers of nodes and the publish period, where the scenario
-            does not set them. None: all nodes on offer are rented.
+        plan: a plan.json. It sets the numbers of nodes and the publish period if the scenario does
+            not set them. Without it, all nodes on offer are rented.
 
     Raises:
         ConfigError: if anything is wrong; the text lists every problem with its source and its row.

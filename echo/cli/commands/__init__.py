@@ -1,1 +1,1 @@
-"""The commands of `echo-rl`, one module each: its `main` gets the command line after the name."""
+"""The commands of `echo-rl`, one module each. The module's function `main` runs the command."""

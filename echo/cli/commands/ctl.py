@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NUM_WORDS = {"pause": (0, 0), "resume": (0, 1), "drain": (1, 1), "standby": (1, 1), "set": (2, 2),
              "stop": (0, 0)}  # fmt: skip
-"""Command -> the least and the largest number of words after it: a node, or a key and a value."""
+"""The smallest and the largest number of arguments of each command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

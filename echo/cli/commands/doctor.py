@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FAILED = 1
-"""Exit code if a check has failed."""
+"""Exit code after a failed check."""
 COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this machine as the command line requests; return the exit code."""
+    """Run the checks that the command line requests; return the exit code."""
     return run_command(_run, doctor_parser().parse_args(argv))
 
 
@@ -92,7 +92,7 @@ def _show(finding: Finding, console: Console) -> None:
 
 
 def examine(arguments: Namespace) -> Iterator[Finding]:
-    """Yield the findings of the requested checks, as they are made."""
+    """Run the requested checks and yield their findings."""
     yield from check_python()
     yield from check_packages(installed_versions(), locked_versions(find_lock().read_text()))
     yield from check_gpu(*_gpus(), nvidia_driver())
@@ -121,7 +121,7 @@ def _failed(name: str, text: str, why: str, remedy: str) -> Finding:
 
 
 def _gpus() -> tuple[str | None, Sequence[str]]:
-    """Return the platform that PyTorch is built for, and the GPUs that it finds.
+    """Return the platform for which PyTorch was built, and the GPUs that PyTorch finds.
 
     Without PyTorch the platform is None and there are no GPUs.
     """
@@ -149,7 +149,7 @@ def _configuration(arguments: Namespace) -> tuple[Role, Config | None]:
 
 
 def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
-    """Check what would stop a node in its first minute, as `--dry-run` does."""
+    """Run the checks of `--dry-run` for errors that would stop a node in its first minute."""
     problems = check_start(config, role).problems
     for problem in problems:
         yield _failed("start", problem, f"the {role} would end with this error", "see the text")

@@ -1,12 +1,12 @@
 """`echo-rl eval MODEL|RUN[@STEP]`: scores a model or a checkpoint on held-out prompts.
 
-Nothing is trained. The run is only read, so it may still be under way. The prompts, the reward and
-the sampling are those of the run's own evaluations, unless the command line changes them. So a
-checkpoint's scores can be compared with the scores in the run's metrics. Both have the same prompts
-and seeds.
+Nothing is trained. The command only reads the run's files, so the run may still be under way. By
+default the prompts, seeds, reward and sampling are those of the run's own evaluations. So a
+checkpoint's scores can be compared with the scores in the run's metrics. The command line can
+change the settings.
 
-The answers are sampled on this machine, or with `--serve` by workers that join this process as they
-join a run.
+By default this machine samples the answers. With `--serve`, workers join this process and sample
+the answers.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvalTarget:
-    """What is scored: a model, or a checkpoint of a run."""
+    """The model or the checkpoint to score."""
 
     name: str
     """Name in the output, such as "runs/quickstart, step 40"."""
     config: Config
-    """The settings of the evaluation; their section `sampling` says how answers are sampled."""
+    """The settings of the evaluation; the section `sampling` has the evaluation's sampling."""
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and metadata of the checkpoint; None for the weights of the model itself."""
     runs_dir: Path
@@ -76,7 +76,7 @@ class EvalTarget:
         """Return the weights by name, rounded as in a published version.
 
         Raises:
-            DataError, StorageError: if they cannot be read.
+            DataError, StorageError: if the weights cannot be read.
         """
         dtype = self.config.model.dtype
         if self.checkpoint is None:
@@ -90,7 +90,7 @@ class EvalTarget:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score what the command line names, and return the exit code."""
+    """Score the model or checkpoint that the command line names; return the exit code."""
     return run_command(_run, eval_parser().parse_args(argv))
 
 
@@ -118,7 +118,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def find_target(arguments: Namespace) -> EvalTarget:
-    """Return what the command line names, with the settings of the evaluation.
+    """Return the model or checkpoint that the command line names, with the evaluation's settings.
 
     Raises:
         ConfigError: if a setting is wrong.
@@ -166,9 +166,9 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _as_evaluated(config: Config, arguments: Namespace) -> Config:
-    """Return the settings with the evaluation's sampling, for which memory is planned too.
+    """Return the settings for the evaluation: its sampling, and no advertised address of the run.
 
-    The address that a run advertises leads to the run's own learner, so it is left out.
+    The advertised address would lead workers to the run's own learner.
     """
     changed: dict[str, Any] = {"sampling": config.evaluation_sampling}
     if not any(text.startswith("learner.advertise=") for text in arguments.set):
@@ -177,7 +177,7 @@ def _as_evaluated(config: Config, arguments: Namespace) -> Config:
 
 
 def score_target(target: EvalTarget, *, log: logging.Logger) -> EvalResult:
-    """Return the scores of a target, sampled on this machine; blocks."""
+    """Sample the answers on this machine; return the target's scores."""
     config = target.config
     import_engine(config, log=log)
     data = load_data(config)
@@ -205,9 +205,10 @@ def score_target(target: EvalTarget, *, log: logging.Logger) -> EvalResult:
 def serve_target(
     target: EvalTarget, *, log: logging.Logger
 ) -> tuple[int, tuple[EvalResult, str] | None]:
-    """Have workers sample the answers; return the exit code, and the scores if all are answered.
+    """Let workers sample the answers; return the exit code and the result.
 
-    The second value has the scores, and the kinds of the workers' engines.
+    The result has the scores and the kinds of the workers' engines. If the node fails, the result
+    is None.
     """
     config = target.config
     data = load_data(config)
@@ -261,7 +262,7 @@ def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
 
 
 def score_report(target: EvalTarget, result: EvalResult, *, engine: str) -> dict[str, Any]:
-    """Return the scores as an object of JSON; `engine` is what sampled the answers."""
+    """Return the scores as a JSON object; `engine` names the engine that sampled the answers."""
     config, scores = target.config, result.scores
     return {
         "target": target.name,

@@ -1,7 +1,7 @@
-"""`echo-rl explain RUN`: prints what a run has waited for, and what would help.
+"""`echo-rl explain RUN`: prints a run's waits, their causes and the remedies.
 
-The learner writes each explanation into metrics.jsonl, also during a wait. So the command needs
-only the files of a run, and the run may be under way, finished or crashed.
+The learner writes each explanation into metrics.jsonl, even during a wait. The command reads only a
+run's files, so the run may be under way, finished or crashed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the stalls of a run, and return the exit code."""
+    """Print a run's waits and return the exit code."""
     return run_command(_run, explain_parser().parse_args(argv))
 
 

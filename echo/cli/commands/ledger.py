@@ -1,4 +1,4 @@
-"""`echo-rl ledger RUN`: a run's ledger as JSON lines, for other tools.
+"""`echo-rl ledger RUN`: prints a run's ledger as JSON lines, for other tools.
 
 echo-rl ledger runs/NAME | jq 'select(.kind == "discarded")'
 """

@@ -105,16 +105,16 @@ class StartCheck:
     problems: tuple[str, ...] = ()
     """Problems that would stop the node in its first minute."""
     preview: tuple[str, ...] = ()
-    """Lines that show what a learner would train on: its data, its first prompt, an example of a
+    """Lines on the learner's training data: the data set, the first prompt and an example of a
     reward."""
     prompt_tokens: int = 0
-    """Tokens of the longest prompt that was read; 0 if no prompt could be read."""
+    """Number of tokens of the longest prompt that was read; 0 if no prompt could be read."""
 
 
 def dry_run(
     config: Config, role: Role, *, num_ranks: int = 1, check: StartCheck | None = None
 ) -> str:
-    """Return the text that `--dry-run` prints: the settings, and the memory that the node needs.
+    """Return the text that `--dry-run` prints: the settings and the required memory.
 
     Nothing is started, and at most the model's config.json is downloaded.
 
@@ -168,7 +168,7 @@ def dry_run(
 def check_start(
     config: Config, role: Role, *, resume: bool = False, log_events: Path | None = None
 ) -> StartCheck:
-    """Check the model, files, metric sinks and addresses with which a node starts."""
+    """Check the model, files, metric sinks and addresses that a node uses when it starts."""
     problems = []
     has_model = False
     try:
@@ -212,11 +212,11 @@ def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> I
 
 
 def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
-    """Return why no file can be written into a directory, or "".
+    """Return why files cannot be written into a directory; "" if they can.
 
     Args:
         directory: the directory to write into.
-        is_made: whether the start makes the directory and its parents if they are missing.
+        is_made: whether the node creates a missing directory with its parents when it starts.
     """
     place = directory.absolute()
     while is_made and not place.exists() and place != place.parent:
@@ -229,7 +229,7 @@ def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
 
 
 def _check_files(config: Config, role: Role) -> None:
-    """Check by this machine's files that a learner or worker can use its model.
+    """Check that a learner or worker can use its model, as far as this machine's files show it.
 
     Raises:
         EchoError: the error that starting the node would raise.
@@ -269,9 +269,9 @@ def check_model(config: Config, role: str) -> None:
 
 
 def _check_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
-    """Return the faults of a learner's task and data, and a preview.
+    """Return the errors in a learner's task and data, and a preview.
 
-    For other roles there are none.
+    Other roles have no errors and no preview.
     """
     if role != "learner":
         return StartCheck()
@@ -294,7 +294,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
     The preview is empty if the tokenizer is not on this machine.
 
     Raises:
-        EchoError: if a prompt cannot be turned into tokens, or leaves no space for a completion.
+        EchoError: if a prompt cannot be tokenized, or is too long for a completion to follow.
     """
     model_dir = hub.directory_here(config.model, hub.CONFIG, "tokenizer_config.json")
     if model_dir is None:
@@ -311,7 +311,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
-    """Return one error for each address that the node needs but cannot listen at."""
+    """Return one error for each address where the node must listen but cannot."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
@@ -327,7 +327,7 @@ def _taken_addresses(config: Config, role: str) -> list[EchoError]:
 
 
 def _attention_notice(config: Config) -> list[str]:
-    """Return a line on the attention kernels that a learner on a GPU tries."""
+    """Return a line that names the attention kernels of a learner on a GPU."""
     from echo.engine.model import pick_device, pick_dtype
     from echo.train.models.attention import PRODUCTS, candidates
 
@@ -358,7 +358,7 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 
 
 SAME_SIGNAL_S = 1.0
-"""Seconds after a counted signal within which further signals are not counted.
+"""Seconds after a counted signal in which further signals are ignored.
 
 Otherwise one Ctrl-C could count twice. A terminal sends it to the node and to a launcher, and the
 launcher forwards it.
@@ -366,7 +366,7 @@ launcher forwards it.
 
 
 class NodeSignals:
-    """Drains a node at the first signal, stops it at the second.
+    """Drains a node at the first signal and stops the node at the second signal.
 
     The third signal kills the process. A signal within SAME_SIGNAL_S of a counted signal is
     ignored.
@@ -378,7 +378,7 @@ class NodeSignals:
         self.received: list[int] = []
 
     def receive(self, number: int) -> None:
-        """Drain the node, stop it or kill the process, depending on the earlier signals."""
+        """Drain the node, stop the node or kill the process, depending on the earlier signals."""
         if number == signal.SIGHUP:
             interrupts.leave_terminal()
             if self.received:
@@ -400,7 +400,7 @@ class NodeSignals:
 
 
 async def run_node(node: Node, event_log: EventLog | None = None) -> str:
-    """Run a node until it ends or a signal ends it; return the reason.
+    """Run a node until the node ends or a signal ends the node; return the reason.
 
     NodeSignals handles the signals. The node's events are written to `event_log`, which is closed
     when the node ends.
@@ -433,7 +433,7 @@ async def run_node(node: Node, event_log: EventLog | None = None) -> str:
 
 
 def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> int:
-    """Run a node's coroutine on uvloop; log why the node ended; return the exit code."""
+    """Run a node's coroutine on uvloop, log why the node ended, and return the exit code."""
     allocator.tune(os.environ)
     raise_descriptor_limit()
     try:
@@ -452,7 +452,7 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
 
 
 ROLLED_BACK = EXIT_CODES[RolledBackError]
-"""Exit code of a learner that is to be started again with --resume."""
+"""Exit code of a learner that must be started again with --resume."""
 MAX_NOTICES = 6
 """Largest number of log lines shown in the live view."""
 REFRESH_S = 1.0
@@ -463,7 +463,6 @@ class NoticeBoard(logging.Handler):
     """Keeps the newest MAX_NOTICES log lines for the live view."""
 
     def __init__(self) -> None:
-        """Start with no log lines."""
         super().__init__()
         self.lines: list[str] = []
         self.last = ""
@@ -471,7 +470,7 @@ class NoticeBoard(logging.Handler):
         self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record's text without its traceback, which only the log file gets."""
+        """Keep a record's text. Leave out the traceback, which only the log file gets."""
         if getattr(record, FILE_ONLY, False):
             return
         self.last = LogFormatter("%(message)s").format(record).partition("\n    Traceback (")[0]
@@ -480,7 +479,7 @@ class NoticeBoard(logging.Handler):
         self._num_unseen += 1
 
     def shown(self) -> None:
-        """Note that the live view has shown the kept log lines."""
+        """Mark all kept log lines as shown in the live view."""
         self._num_unseen = 0
 
     @property
@@ -492,13 +491,13 @@ class NoticeBoard(logging.Handler):
 def run_rank(
     config: Config, *, resume: bool, has_report: bool, log_events: Path | None = None
 ) -> int:
-    """Run one of the learner's several processes, started by torchrun; return its exit code.
+    """Run one process of a learner that torchrun started; return the process's exit code.
 
     The process of rank 0 is the learner to which other nodes connect. The other processes follow
     its commands.
 
     Raises:
-        EchoError: if the processes cannot connect to each other, or would share one GPU.
+        EchoError: if the processes cannot connect to each other, or if two of them share a GPU.
     """
     device = config.learner.device
     if ":" in device:
@@ -597,7 +596,7 @@ def run_learner(
 
 
 def report_finished(config: Config) -> bool:
-    """Print a line if a run has made all of `run.max_steps`; return whether it has.
+    """If a run has completed all `run.max_steps` steps, print a line and return True.
 
     Each process of a learner calls this function. Only the process of rank 0 prints.
 
@@ -681,7 +680,7 @@ async def _run(
 def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
     """Return the run's learning curve up to now.
 
-    If its metrics cannot be read, log a warning and return None.
+    If the run's metrics cannot be read, log a warning and return None.
     """
     try:
         history = read_metrics(run_dir)
@@ -699,8 +698,7 @@ def read_curve(run_dir: Path, log: logging.Logger) -> LearningCurve | None:
 def show_join(join_path: Path) -> None:
     """Print the command with which a worker on another machine joins the run.
 
-    It goes to standard error, which must be a terminal, because the command contains the run's
-    secret.
+    The command contains the run's secret. So it is printed only if standard error is a terminal.
     """
     join = Join.parse(join_path.read_text(encoding="utf-8"))
     if not is_loopback(join.address):
@@ -711,7 +709,7 @@ def show_join(join_path: Path) -> None:
 def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None = None) -> None:
     """Draw the run's learning curve to a file and print the run's summary.
 
-    If the run has made no step, print only that there is nothing to summarise.
+    If the run has made no step, print one line instead.
     """
     if not read_metrics(run_dir).train:
         text = "no optimizer step was made, so there is nothing to sum up"
@@ -772,9 +770,9 @@ def _print_dry_run(arguments: argparse.Namespace, config: Config) -> None:
 
 
 def start_again(arguments: argparse.Namespace) -> None:
-    """Replace this process by the same learner with --resume, as after a rollback.
+    """After a rollback, replace this process by the same learner with --resume.
 
-    The new process keeps the process id, so launchers and terminals see no end.
+    The process id stays the same, so launchers and terminals do not see the process end.
     """
     own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     sys.stdout.flush()
@@ -783,7 +781,7 @@ def start_again(arguments: argparse.Namespace) -> None:
 
 
 def line_of_resume(arguments: argparse.Namespace) -> list[str]:
-    """Return the arguments with which the same learner resumes its run."""
+    """Return the command-line arguments that resume the same learner's run."""
     sets = list(arguments.set)
     if arguments.init_from:
         sets.append(override_of("learner.init_from", arguments.init_from))
@@ -838,9 +836,8 @@ def find_config_of(
         role: the role of the node.
         path: the file of --config; None without one.
         overrides: the texts of --set.
-        join: the join string with which the node was started; None without one.
-        patience: whether to wait for the join string of a learner on this machine that has not
-            started yet.
+        join: the join string on the node's command line or in ECHO_JOIN; None without one.
+        patience: whether to wait until a learner on this machine has written its join string.
 
     Raises:
         ConfigError: if a value is wrong or missing; the text lists every error.
@@ -869,24 +866,24 @@ def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:
 
 
 POLL_S = 0.2
-"""Seconds between two checks for the join string of a learner that is about to start."""
+"""Seconds between two checks for a learner's join string."""
 
 
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
     """Return an override that names the join string of a learner on this machine.
 
-    The list is empty if the node has a join string already, if encryption is off, or if it dials
-    other addresses.
+    The list is empty if the node already has a join string, if encryption is off, or if the node
+    dials another machine.
 
     Args:
         path: the configuration file.
         overrides: the overrides of settings from the command line.
         role: the role of this node.
-        patience: whether to wait for a learner that starts later on this machine. The time limit is
+        patience: whether to wait until the learner has written its join string. The time limit is
             the same as for a learner on another machine.
 
     Raises:
-        ConfigError: if that learner does not write its join string within this time.
+        ConfigError: if the learner does not write its join string within the time limit.
     """
     try:
         config = read_run_file(path, overrides, None)
@@ -902,10 +899,10 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
 
 
 def join_awaited(config: Config, role: str) -> Path | None:
-    """Return the path of the join string that a start would wait for.
+    """Return the path of the join string for which a node would wait when it starts.
 
-    A node waits for the join string of a learner on this machine that has not started yet. If it
-    would not wait, the result is None.
+    A node waits if its learner runs on this machine and has not written a join string yet.
+    Otherwise the result is None.
     """
     if role == "learner" or not config.security.curve or _is_join_known(config, role):
         return None
@@ -914,7 +911,7 @@ def join_awaited(config: Config, role: str) -> Path | None:
 
 
 def check_join(config: Config, role: str) -> None:
-    """Check the join string with which a relay or worker starts.
+    """Check the join string of a relay or worker.
 
     Raises:
         ConfigError: if there is no join string, or if the join string cannot be read.
@@ -930,7 +927,7 @@ def _own_join(config: Config) -> Path:
 
 
 def _is_join_known(config: Config, role: str) -> bool:
-    """Return whether the settings have a join string, or a file with it."""
+    """Return whether the settings contain a join string or name a file with a join string."""
     return config.security.join is not None or any(map(has_secret, _dialled(config, role)))
 
 
@@ -939,13 +936,13 @@ def _is_own_learner(config: Config, role: str) -> bool:
 
 
 def _dialled(config: Config, role: str) -> Sequence[str]:
-    """Return the addresses that a relay or worker dials; by default the learner's."""
+    """Return the addresses that a relay or worker dials; the default is the learner's address."""
     learner = config.learner
     return getattr(config, role).connect or (join_address(learner.listen, learner.advertise),)
 
 
 def _wait_for(path: Path, *, patience_s: float) -> None:
-    """Wait until a file exists, and print once which file is awaited.
+    """Wait until a file exists; print the file's path once.
 
     Raises:
         ConfigError: if the file does not exist after `patience_s`.
@@ -1018,7 +1015,7 @@ def run_role(
     """Run one node of this role until the node ends; return the exit code.
 
     Raises:
-        EchoError: if the node cannot start. In this case nothing has been written, not even a log.
+        EchoError: if the node cannot start. In this case no file has been written.
     """
     if resume and report_finished(config):
         return 0
@@ -1049,7 +1046,7 @@ def _node_log(config: Config, name: str, *, to_terminal: bool = True) -> logging
 
 
 def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:
-    """Return the event log for the file of --log-events; None if there is no file.
+    """Return the event log that writes to the file of --log-events; None without a file.
 
     Raises:
         StorageError: if the file cannot be written.

@@ -1,7 +1,7 @@
-"""`echo-rl plan FILE`: which machines to rent for a run, their cost, and how to start the run.
+"""`echo-rl plan FILE`: finds the machines to rent for a run, their cost and the start commands.
 
-The plan is computed only from the file, the records of an earlier run and the catalogue of GPUs. No
-price is looked up, and nothing is rented or started.
+The plan is computed from the file, the records of an earlier run and the catalogue of GPUs. The
+command looks up no prices, and rents and starts nothing.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def run_report(rates: RunRates) -> str:
 
 
 def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
-    """Return the request with the rates that a run has measured in place of estimates.
+    """Return the request with its estimated rates replaced by a run's measured rates.
 
     The learner's time for a step is scaled by the number of tokens of a step. An offer gets the
-    mean rate of its workers. A worker belongs to an offer by its name. The name is the offer's
-    name, or the offer's name with a dash and more text ("fra-4090-3").
+    mean rate of its workers. The name of an offer's worker is the offer's name, or starts with the
+    offer's name and a dash ("fra-4090-3").
 
     Raises:
         ConfigError: if no worker of the run belongs to an offer.
@@ -129,16 +129,16 @@ def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
 
 
 DRIVER = "580.65.06"
-"""The oldest GPU driver that runs CUDA 13.0 (its release notes); recent PyTorch wheels are built
-for CUDA 13.0."""
+"""The oldest GPU driver that supports CUDA 13.0 (source: CUDA's release notes). Recent PyTorch
+wheels are built for CUDA 13.0."""
 CONFIG = "configs/wan.toml"
 ENVIRONMENT_GB = 12
-"""Disk space of one worker's Python environment with CUDA libraries, in GB; bin/echo-setup requires
-10."""
+"""Disk space of one worker's Python environment with CUDA libraries, in GB. bin/echo-setup requires
+10 GB."""
 
 
 def plan_tables(request: FleetRequest, plan: Provisioning) -> RenderableType:
-    """Return the tables and texts of a plan, for the terminal."""
+    """Return a plan's tables and texts for the terminal."""
     return Group(
         _fleet_table(plan),
         Text(),
@@ -214,9 +214,9 @@ def _figures_table(plan: Provisioning) -> Table:
 
 
 def selection_text(gap: float) -> str:
-    """Return text on whether the plan is proven to be the cheapest.
+    """Return text that says whether the plan is proven to be the cheapest.
 
-    If it is not, the text has the share by which another fleet may be cheaper.
+    If the proof is missing, the text has the share by which another fleet may be cheaper.
     """
     if gap == 0:
         return "the proven optimum"
@@ -246,7 +246,7 @@ def _signed(value: float, digits: int) -> str:
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """Return text on why there is no plan, and which changes would help."""
+    """Return text that explains why there is no plan, and which changes would help."""
     lines = ["no fleet on offer is sufficient:"]
     lines += [f"  {reason}" for reason in refusal.reasons]
     if not refusal.remedies:
@@ -257,7 +257,7 @@ def refusal_text(refusal: Refusal) -> str:
 
 
 def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[str, str]:
-    """Return the least that a rented machine must have, as search conditions.
+    """Return the minimum requirements for a rented machine as search conditions.
 
     The result maps a name to its condition in the syntax of `vastai search offers`. Memory and disk
     are in GB, links in Mbit/s.
@@ -284,7 +284,7 @@ def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[s
 
 
 def filters_text(request: FleetRequest, plan: Provisioning) -> str:
-    """Return text with one search expression for each offer in the plan."""
+    """Return one search expression for each offer in the plan, as text."""
     weights = format_bytes(request.model.num_params * BYTES_PER_WEIGHT)
     lines = [f"least of each rented machine ({weights} of weights), as a marketplace filter:"]
     for row, offer, count in _used(request, plan):
@@ -340,15 +340,15 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _stem(offer: str) -> str:
-    """Return an offer's name, fit to begin names of files and workers.
+    """Return an offer's name as a prefix for names of files and workers.
 
-    Characters that are unsafe in a file's name or on a command line become dashes.
+    Dashes replace characters that are unsafe in a file's name or on a command line.
     """
     return re.sub(r"[^\w.-]+", "-", offer)
 
 
 def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) -> dict[str, str]:
-    """Return name -> text of the files that start the plan's workers.
+    """Return the texts of the files that start the plan's workers, by file name.
 
     There is one file for each offer.
     """
@@ -414,7 +414,7 @@ def divide_site(request: FleetRequest) -> Division:
     """Return the best division of the request's GPUs between training and generation.
 
     Raises:
-        PlanError: if the model fits nowhere for training, or nowhere for generation.
+        PlanError: if no GPUs have enough memory for training, or none for generation.
     """
     job = request.job_row
     counts: dict[str, int] = {request.learner.gpu: request.learner.num_gpus}
@@ -465,7 +465,7 @@ def division_text(request: FleetRequest, division: Division) -> str:
 def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
     """Return the lines of the command that starts training.
 
-    The command is for one process, for one machine under torchrun, or for several machines.
+    The learner has one process, or several under torchrun on one or more machines.
     """
     command = node_command("learner", [f"learner.advertise={request.learner.address}"])
     number = division.num_train_gpus
@@ -491,7 +491,7 @@ def _worker_command(request: FleetRequest, num_gpus: int) -> str:
 
 
 def read_rates(run_dir: Path) -> RunRates:
-    """Return a run's measured rates, without its first fifth of steps.
+    """Return a run's measured rates. The first fifth of the steps is left out.
 
     Raises:
         DataError: if the run has made no step or has accepted no group yet.
@@ -544,7 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print a run's measured figures, a plan of a fleet or a division, as requested.
+    """Print what is requested: a run's measured figures, a fleet's plan, or a division of GPUs.
 
     Return the exit code.
     """
@@ -574,9 +574,9 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def plan_fleet(request: FleetRequest, arguments: argparse.Namespace, console: Console) -> int:
-    """Print the plan of a request and write it to --out; return the exit code.
+    """Print a request's plan, write the plan to --out, and return the exit code.
 
-    With --for, the files that start the workers are written there, too.
+    With --for, also write the files that start the workers.
 
     Raises:
         PlanError: if no fleet is sufficient; the text says why, and which changes would help.
@@ -605,7 +605,7 @@ def plan_fleet(request: FleetRequest, arguments: argparse.Namespace, console: Co
 
 
 def rollouts_text(job: Job) -> str:
-    """Return text on a step's numbers of trained and sampled rollouts."""
+    """Return text with the numbers of trained and sampled rollouts of a step."""
     trained = job.groups_per_step * job.group_size
     if job.useful_share == 1:
         return f"{trained} rollouts per step"
@@ -614,7 +614,7 @@ def rollouts_text(job: Job) -> str:
 
 
 def plan_hetero(request: FleetRequest, out: Path, console: Console) -> int:
-    """Divide all GPUs of a request between training and generation, and print the result.
+    """Divide a request's GPUs between training and generation; print the division.
 
     Also write the division into the directory `out`. Return the exit code.
     """
@@ -637,7 +637,7 @@ def plan_record(request: FleetRequest, plan: Provisioning) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Return `value` in JSON's types: dataclasses become objects, and infinity becomes null."""
+    """Convert `value` to JSON's types: a dataclass to an object, infinity to null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [entry.name for entry in dataclasses.fields(value)]
         return {name: to_json(getattr(value, name)) for name in names}

@@ -1,8 +1,8 @@
 """`echo-rl quickstart`: four processes train a small model on this machine.
 
 The learner, the relay and the two workers are ordinary `echo-rl node` processes. They communicate
-only over sockets on loopback. This command makes their first model, starts them, and prints a
-summary of the run.
+only over sockets on loopback. This command makes the first model, starts the four processes, and
+prints a summary of the run.
 """
 
 from __future__ import annotations
@@ -51,17 +51,13 @@ from echo.tasks.task import GeneratedTask
 
 TASKS: dict[str, type[GeneratedTask]] = {"addition": AdditionTask, "countdown": CountdownTask}
 SMOLLM2 = "smollm2"
-"""The value of `--model` for which this command makes the model itself; any other value is a
-directory or a hub id."""
+"""The value of `--model` for a model that this command makes. Every other value is a directory or a
+hub id."""
 GRACE_S = 15.0
-"""Seconds in which workers and relay may end by themselves after the learner has ended; after that
-they get SIGTERM.
-"""
+"""Seconds from the learner's end to the first SIGTERM for workers and relay."""
 SAVE_S = 10.0
 """Seconds from the first SIGTERM to the second. In this time a worker stops its engine and saves
-rollouts. A worker that takes longer waits in vain: the learner has ended and acknowledges no more
-rollouts.
-"""
+rollouts. More time would not help: the learner has ended and acknowledges no more rollouts."""
 STOP_S = 10.0
 """Seconds from the second SIGTERM to SIGKILL; a node takes at most interrupts.HURRY_S."""
 
@@ -74,9 +70,8 @@ class NodeProcess:
     process: subprocess.Popen[bytes]
     role: str = "worker"
     output: Path | None = None
-    """The file that gets the process's standard output and standard error; None if the process
-    inherits the output of this process.
-    """
+    """The file for the process's standard output and standard error. None: the process writes to
+    the output of this process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,22 +139,22 @@ class WarmupBar:
     """The progress bar for the warm-up of the small model."""
 
     def __init__(self, bar: Progress) -> None:
-        """Add a task to this progress bar; its number of steps is unknown until `show`."""
+        """Add a task to this progress bar; `show` sets the number of steps."""
         self._bar = bar
         self._job = bar.add_task("starting", total=None)
 
     def show(self, step: int, num_steps: int, loss: float, pass_rate: float | None) -> None:
-        """Show the number of steps made, with the loss and the pass rate."""
+        """Show the number of completed steps, the loss and the pass rate."""
         rate = "" if pass_rate is None else f", pass rate {pass_rate:.2f}"
         text = f"loss {loss:.2f}{rate}"
         self._bar.update(self._job, completed=step, total=num_steps, description=text)
 
 
 class SmallModel:
-    """The small model of a task, made and warmed up by the first quickstart."""
+    """The small model of a task; the first quickstart makes the model and warms it up."""
 
     def __init__(self, task_name: str, *, for_vllm: bool) -> None:
-        """Choose the model for a task; for vLLM its attention heads are wider."""
+        """Choose the model for a task. For vLLM, choose wider attention heads."""
         from echo.engine.model import HEAD_DIM, VLLM_HEAD_DIM
         from echo.train.models.warmup import make_warm_model, warm_model_path
 
@@ -174,7 +169,7 @@ class SmallModel:
         self._make = partial(make_warm_model, task_name, directory, **made_from)
 
     def make(self, console: Console) -> None:
-        """Warm up the model, unless its directory exists, and print its pass rates.
+        """If the model's directory is missing, make and warm up the model; print its pass rates.
 
         Raises:
             EchoError: if the model cannot be made or stored.
@@ -194,10 +189,10 @@ class SmallModel:
 
 
 def find_pretrained(name: str, console: Console) -> str:
-    """Return `model.name` for `--model NAME`; make the model `smollm2` if it does not exist.
+    """Return `model.name` for `--model NAME`. If the model `smollm2` is missing, make it.
 
     Raises:
-        EchoError: if `name` is a path without a model, or the model cannot be made.
+        EchoError: if `name` is a path without a model, or if `smollm2` cannot be made.
     """
     if name != SMOLLM2:
         if find_model(name) is None and "/" not in name and nearest(name.lower(), [SMOLLM2]):
@@ -222,14 +217,15 @@ def thread_settings(num_cores: int, num_workers: int) -> list[str]:
 
 
 SHARED_OUT = 0.6
-"""Part of a GPU's memory that all workers' vLLM engines take together; the learner has the rest."""
+"""Share of a GPU's memory for the vLLM engines of all workers together; the learner has the rest.
+"""
 
 
 def share_settings(config: Config, num_workers: int) -> list[str]:
     """Return the override that divides a GPU among the workers' vLLM engines.
 
-    By default one vLLM engine takes most of a GPU. The engine of a second worker would not start.
-    On a CPU there is no override.
+    By default one vLLM engine takes most of a GPU, so a second worker's engine would not start. On
+    a CPU the result is empty.
     """
     if not isinstance(config.engine, VllmSection):
         return []
@@ -248,11 +244,11 @@ OWN_ADDRESSES = (
     "relay.listen",
     "worker.connect",
 )
-"""The settings that hold the addresses over which the four processes communicate."""
+"""The settings for the addresses of the four processes."""
 
 
 def check_addresses(config: Config) -> None:
-    """Refuse addresses on the command line, because the quickstart chooses its own.
+    """Refuse addresses on the command line, because the quickstart chooses the addresses.
 
     Raises:
         ConfigError: if the command line sets an address.
@@ -281,11 +277,11 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
 
 
 def free_ports_of(path: Path, held: ExitStack) -> None:
-    """Replace ports in a run's config.json that other programs use.
+    """In a run's config.json, replace the ports that other programs use.
 
-    So the run can be resumed. Overrides cannot replace the ports. The learner refuses a changed
-    address as unsafe, because nodes that were not restarted would dial the old one. The quickstart
-    restarts all nodes.
+    Afterwards the run can be resumed. Overrides are no alternative: the learner refuses a changed
+    address as unsafe, because running nodes would dial the old address. The quickstart restarts all
+    nodes, so its change is safe.
 
     Args:
         path: the run's config.json.
@@ -306,7 +302,7 @@ def free_ports_of(path: Path, held: ExitStack) -> None:
 
 
 def _free_addresses(config: Config, held: ExitStack) -> list[str]:
-    """Return overrides for addresses at free ports; `held` reserves these ports."""
+    """Return overrides that set addresses with free ports; `held` reserves the ports."""
     learner, relay = (
         held.enter_context(_held_port(_port_of(address)))
         for address in (config.learner.listen, config.relay.listen)
@@ -321,7 +317,7 @@ def _free_addresses(config: Config, held: ExitStack) -> list[str]:
 
 
 def _claim(run_dir: Path) -> bool:
-    """Make the directory of a run; return False if it existed before."""
+    """Create a run's directory; return False if the directory already exists."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     try:
         run_dir.mkdir()
@@ -336,11 +332,11 @@ def _port_of(address: str) -> int:
 
 @contextmanager
 def _held_port(wanted: int) -> Iterator[int]:
-    """Reserve a loopback port within the block, and yield its number.
+    """Reserve a loopback port within the `with` block; yield the port's number.
 
-    The port is `wanted`, or another free port if `wanted` is in use. Linux refuses a held port to a
-    program that does not set SO_REUSEADDR, such as another quickstart that chooses its ports. A
-    node sets SO_REUSEADDR, so it can bind the held port. Only the node listens on it.
+    The port is `wanted`, or another free port if `wanted` is in use. A node sets SO_REUSEADDR, so a
+    node can bind the reserved port. Linux refuses the reserved port to programs without
+    SO_REUSEADDR, such as another quickstart.
     """
     with socket.socket() as holder:
         try:
@@ -366,8 +362,8 @@ def run_nodes(
 ) -> int:
     """Start the four processes, wait for the learner, and print the summary.
 
-    If `small` is given, this model is made first. The relay and the workers start meanwhile,
-    because their imports take about as long as making the model.
+    If `small` is not None, this model is made before the learner starts. Meanwhile the relay and
+    the workers start, because their imports take about as long.
     """
     nodes: list[NodeProcess] = []
     learner: NodeProcess | None = None
@@ -415,12 +411,12 @@ def report_failure(
     run_dir: Path,
     console: Console,
 ) -> int:
-    """Print how the learner and the other nodes ended; return this command's exit code.
+    """Print how the nodes ended; return this command's exit code.
 
     Args:
         code: exit code of the learner, which is not 0.
         nodes: the other nodes.
-        failed: for each of these nodes that failed, text on how it failed.
+        failed: one text for each failed node, which describes the failure.
         run_dir: directory of the run.
         console: gets the text.
     """
@@ -459,10 +455,10 @@ def next_commands(config: Config) -> list[str]:
 
 
 def join_environment(config: Config) -> dict[str, str]:
-    """Return the environment variable ECHO_JOIN with the run's join string.
+    """Return the environment variable ECHO_JOIN, which contains the run's join string.
 
     The join string is not put on a command line, where other users of the machine would see it.
-    Without encryption no variable is needed, and the result is empty.
+    Without encryption the result is empty.
     """
     if not config.security.curve:
         return {}
@@ -509,7 +505,7 @@ def start_node(
 
 
 def pass_on(number: int, learner: NodeProcess | None) -> None:
-    """Forward a signal to the learner; exit if the learner was not started yet."""
+    """Forward a signal to the learner. If the learner has not started, exit."""
     if number == signal.SIGHUP:
         interrupts.leave_terminal()
     if learner is None:
@@ -520,10 +516,10 @@ def pass_on(number: int, learner: NodeProcess | None) -> None:
 
 
 def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Console) -> int:
-    """Wait for the learner to end and return its exit code.
+    """Wait for the learner to end; return the learner's exit code.
 
-    Once all workers have failed, send SIGTERM to the learner, so that it saves and ends. Otherwise
-    it would wait for other workers for hours.
+    When all workers have failed, send SIGTERM to the learner, so that the learner saves and ends.
+    Otherwise the learner would wait for new workers for hours.
     """
     reported: set[str] = set()
     workers = {node.name for node in nodes if node.role == "worker"}
@@ -541,9 +537,9 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
 
 
 def describe_end(node: NodeProcess) -> str:
-    """Return text on how a node failed, with its last line of output.
+    """Return text on a node's failure, with the node's last line of output.
 
-    The text is "" while the node runs, and after it ended with exit code 0.
+    The text is "" if the node still runs or has ended with exit code 0.
     """
     code = node.process.poll()
     if not code:
@@ -558,9 +554,9 @@ def describe_end(node: NodeProcess) -> str:
 def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
     """Wait for the nodes to end, then send SIGTERM twice, then SIGKILL.
 
-    The nodes have `grace_s` to end by themselves. On the first SIGTERM a worker stops its engine
-    and saves unfinished rollouts. On the second it ends its engine and its reward processes. They
-    would outlive the worker if it were killed.
+    The nodes have `grace_s` to end by themselves. On the first SIGTERM a worker stops sampling and
+    saves unfinished rollouts. On the second SIGTERM the worker ends its engine's process and its
+    reward processes. SIGKILL would leave these processes running.
     """
     running = still_running(nodes, within_s=grace_s)
     for patience_s in (SAVE_S, STOP_S):
@@ -573,7 +569,7 @@ def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
 
 
 def still_running(nodes: Sequence[NodeProcess], *, within_s: float) -> list[NodeProcess]:
-    """Wait until all nodes have ended, at most `within_s`; return those that still run."""
+    """Wait at most `within_s` seconds for all nodes to end; return the nodes that still run."""
     give_up_at = time.monotonic() + within_s
     running = []
     for node in nodes:

@@ -1,7 +1,7 @@
-"""`echo-rl report RUN`: writes one HTML file about a run, and each figure as a PNG file.
+"""`echo-rl report RUN`: writes an HTML page about a run, and each figure as a PNG file.
 
 The command reads only the run's files, so the run may be finished, under way or crashed. The page
-loads nothing: it can be copied, sent, and opened without a network.
+loads no other files, so it can be opened without a network.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PAGE, TRACE = "report.html", "trace.json"
-"""Names of the page and of the trace; each figure is written to a file of its own."""
+"""File names of the page and of the trace."""
 NUM_SAMPLES = 8
 """Number of rollouts on the page."""
 NUM_SAMPLED_GROUPS = 16
-"""Number of groups from which the page's rollouts are chosen: the last groups still on disk."""
+"""Number of groups from which the page's rollouts are chosen. They are the last groups on disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,9 +63,9 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
-    """Return rollouts of the newest groups, best first, or why there are none.
+    """Return rollouts of the newest groups, best first. Without rollouts, return the reason.
 
-    Groups of the last steps come first. Groups that no step trained on come last.
+    Rollouts of the last steps come first. Rollouts that were never trained on come last.
     """
     stored = stored_groups(read_records(run_dir))
     stored.sort(key=lambda each: each.step or 0)

@@ -1,8 +1,8 @@
 """`echo-rl rollouts RUN`: shows the completions of a run with their rewards.
 
 The command reads the ledger and the group files of a run; the run may be under way. The learner
-removes old group files that no resume needs. Their rollouts cannot be shown; the command says how
-many groups that are, and why.
+removes old group files that a resume does not need. The command prints the number of removed
+groups, whose rollouts cannot be shown.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CHOICES = ("step", "group", "grep", "best", "worst", "random", "parquet")
-"""Options with which the command reads the rollouts of all groups, not only the newest."""
+"""Options that make the command read the rollouts of all groups, not only of the newest groups."""
 Decode = Callable[[list[int]], str]
-"""The type of a function that returns the text of token ids."""
+"""The type of a function that converts token ids to text."""
 NUM_NEWEST = 8
-"""Number of rollouts that are shown if no option selects rollouts."""
+"""Number of newest rollouts that are shown by default."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +99,7 @@ def _none_found(
 
 
 def describe_removed(stored: Sequence[StoredGroup]) -> str:
-    """Return how many of the groups have no rollouts any more, and why; "" if all have them."""
+    """Return text on the number of groups with removed files, and the reason; "" without any."""
     removals = [each.removed for each in stored if each.removed is not None]
     if not removals:
         return ""
@@ -175,9 +175,9 @@ def _shown(
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the completion in parts; each is from one version or from the task.
+    """Yield the completion in parts. One policy version, or the task, wrote all tokens of a part.
 
-    Within a part each token follows the one before it. So a branch of the tree begins a new part.
+    A branch of the token tree begins a new part.
     """
     ids = [*group.prompt_ids.tolist(), *rollout.token_ids.tolist()]
     num_prompt = len(group.prompt_ids)
@@ -210,7 +210,7 @@ def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
 
 
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
-    """Return the rollouts with the --grep text: the best, the worst, random ones or all."""
+    """Return all rollouts with the --grep text, or only the best, worst or random ones."""
     for name in ("best", "worst", "random"):
         number = getattr(arguments, name)
         if number is not None and number < 1:
@@ -283,7 +283,7 @@ def decoder_of(run_dir: Path) -> Decode:
 
 
 def _model_dir(run_dir: Path) -> Path:
-    """Return a directory on this machine that has the tokenizer of a run.
+    """Return the directory on this machine that has a run's tokenizer.
 
     Raises:
         DataError: if there is no such directory.

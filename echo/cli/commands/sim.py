@@ -1,8 +1,7 @@
-"""`echo-rl sim SCENARIO`: the code of a run on virtual time.
+"""`echo-rl sim SCENARIO`: simulates a run in virtual time.
 
-Nothing is rented, started or looked up. Learner, relays and workers run the role code of `echo-rl
-node`, all in this process. Only training, sampling, disk and network are replaced. Each takes a
-simulated time.
+The learner, the relays and the workers run the role code of `echo-rl node`, all in this process.
+Training, sampling, disk and network are replaced by simulated times. Nothing is rented.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def sweep(
 
 
 def run_all(scenarios: Sequence[Scenario]) -> list[Summary]:
-    """Simulate the scenarios in parallel, one process per core; return summaries in order."""
+    """Simulate the scenarios in parallel, one process per core; return their summaries in order."""
     num_processes = min(len(scenarios), os.cpu_count() or 1)
     if num_processes < 2:
         return [run_one(scenario) for scenario in scenarios]
@@ -181,20 +180,18 @@ def _table(
 
 AFTER = f" after the first {RUN_IN:.0%} of the steps"
 MAX_DECISIONS = 6
-"""Largest number of changes of the set of active workers that are printed; sim.json has all of
-them."""
+"""Largest number of printed changes of the set of active workers; sim.json has all changes."""
 MAX_LINKS = 8
-"""Largest number of links that are printed; the links with the most bytes are chosen."""
+"""Largest number of printed links; links with more bytes come first."""
 
 
 STALENESS_APART = 0.5
-"""Difference between the simulated and the predicted mean staleness, in steps, beyond which the
-summary explains the difference.
-"""
+"""Difference between simulated and predicted mean staleness, in steps. The summary explains a
+larger difference."""
 
 
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
-    """Return the figures of a simulated run as text, beside the overlap model's predictions."""
+    """Return a simulated run's figures as text, beside the overlap model's predictions."""
     expected = prediction(scenario, summary)
     nodes = ", ".join(
         f"{count} {offer.name}"
@@ -235,7 +232,7 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
 
 
 def waits(summary: Summary) -> str:
-    """Return text on the share of time that the learner waits."""
+    """Return text on the share of time in which the learner waits."""
     return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
 
 
@@ -252,7 +249,7 @@ def _events_text(summary: Summary) -> list[str]:
 
 
 def prediction(scenario: Scenario, summary: Summary) -> Prediction:
-    """Return the overlap model's prediction, given the measured broadcast time."""
+    """Return the overlap model's prediction for the measured broadcast time."""
     job, counts = scenario.job, scenario.counts
     return predict(
         job,
@@ -265,7 +262,7 @@ def prediction(scenario: Scenario, summary: Summary) -> Prediction:
 
 
 def write_run(scenario: Scenario, summary: Summary, history: History, out: Path) -> list[Path]:
-    """Write metrics.jsonl with the rows of a real run, and the plot; return the paths.
+    """Write the plot, and metrics.jsonl in the format of a real run; return the paths.
 
     Raises:
         StorageError: if a file cannot be written.
@@ -308,7 +305,7 @@ def write_run(scenario: Scenario, summary: Summary, history: History, out: Path)
 
 
 def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
-    """Return a step's row of metrics.jsonl, with the metric names of a real run."""
+    """Return a step's row of metrics.jsonl, with the same metric names as a real run."""
     total = max(1e-9, step.tokens)
     row: dict[str, Any] = {
         "step": step.step,
@@ -329,7 +326,7 @@ def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
 
 
 def bill_row(bill: BillRecord | None) -> dict[str, Any]:
-    """Return the metrics of a step's costs; empty without a bill."""
+    """Return the metrics of a step's costs; without a bill there are none."""
     if bill is None:
         return {}
     return {
@@ -341,7 +338,7 @@ def bill_row(bill: BillRecord | None) -> dict[str, Any]:
 
 
 def step_costs(scenario: Scenario, history: History) -> list[float]:
-    """Return, for each step, the $ spent until its end."""
+    """Return the total cost in $ at the end of each step."""
     relays = sum(region.relay_price_per_h for region in scenario.fleet.regions.values())
     hourly = relays + scenario.job.learner_price_per_h
     found = []

@@ -1,4 +1,4 @@
-"""`echo-rl status`: prints the learner's status of a run, or the last saved status."""
+"""`echo-rl status`: prints a run's status from the learner, or the last saved status."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def present_status(target: Target) -> tuple[RunStatus, str]:
-    """Return the status of a run, and a line on its age.
+    """Return a run's status, and a line on the age of the status.
 
-    The line is "" if the learner answered.
+    If the learner answered, the line is "".
 
     Raises:
         EchoError: if no learner answers, and no status was saved on this machine.
@@ -65,7 +65,7 @@ def present_status(target: Target) -> tuple[RunStatus, str]:
 def saved_status(target: Target, *, why: str) -> tuple[RunStatus, str]:
     """Return the last status that a run's learner saved, and a line for the user.
 
-    The line has the status's age, and `why`, the reason why the learner was not asked.
+    The line has the status's age, and `why`: the reason for showing a saved status.
 
     Raises:
         DataError, StorageError: if there is no saved status, or the status cannot be read.

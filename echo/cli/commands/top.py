@@ -1,4 +1,4 @@
-"""`echo-rl top`: watches a run on a terminal, and operates it by keys."""
+"""`echo-rl top`: shows a run on a terminal, and lets the user operate the run by keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 @contextlib.contextmanager
 def raw_keys(terminal: int) -> Iterator[None]:
-    """Make a terminal send each key at once, without showing it, within the block."""
+    """Within the `with` block, make the terminal send each key at once and without echo."""
     before = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
@@ -78,12 +78,12 @@ class TerminalWatcher:
         self._draw()
 
     def say(self, text: str) -> None:
-        """Draw a line, for example on the connection or an operation's result."""
+        """Draw one line of text, for example an operation's result."""
         self._screen.say(text)
         self._draw()
 
     def read_keys(self) -> list[Operation]:
-        """Return the operations that the user has confirmed by pressed keys."""
+        """Read the pressed keys; return the operations that the user has confirmed."""
         assert self.keyboard is not None
         pressed = os.read(self.keyboard, 1024)
         operations = self._screen.press(pressed.decode(errors="replace") if pressed else "q")
