@@ -1,7 +1,6 @@
-"""Rules that compare the values of several keys, each with the reason for the rule.
+"""Rules that compare the values of several keys. Each rule states its reason.
 
-A rule yields a few problems at most. A rule reads only values that are valid on their own. If a
-value is invalid, load.py drops the problems of the rules that read it.
+If a value is invalid on its own, load.py drops the problems of all rules that read the value.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from echo.wire.codec import BYTES_PER_BRANCH, BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
 BYTES_PER_LIKELY_ID = 5
-"""Most bytes of a likely id with its log-probability, in vocabularies of up to 2 million ids."""
+"""Largest number of bytes of a likely id with its log-probability. It holds for vocabularies of up
+to 2 million ids."""
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:
@@ -151,8 +151,8 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
 def _check_centering(config: Config) -> Iterator[Problem]:
     """Refuse score centering with truncated sampling.
 
-    Centering compares log-probabilities of the likely ids. The learner's log-probabilities cover
-    the whole vocabulary. The sampler's would cover only the part that truncation leaves.
+    Centering compares the learner's and the sampler's log-probabilities of the likely ids. The
+    learner normalises over the whole vocabulary, a truncated sampler only over a part.
     """
     if not likely_ids_of(config):
         return
@@ -168,7 +168,7 @@ def _check_centering(config: Config) -> Iterator[Problem]:
 
 
 def likely_ids_of(config: Config) -> int:
-    """Return how many likely ids the configured loss needs for each token."""
+    """Return the number of likely ids per token that the configured loss needs."""
     number: int = getattr(config.loss, "score_centering", 0)
     return number
 
@@ -192,10 +192,10 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
 
 
 def max_tree_tokens(config: Config) -> int | None:
-    """Return how many tokens all chains of an agent's rollout may have.
+    """Return the largest number of tokens in all chains of an agent's rollout.
 
-    A rollout must fit into one micro-batch, and its group into one message. The result is None
-    without agents.
+    A rollout must fit into one micro-batch, and its group into one message. Without agents, the
+    result is None.
     """
     if config.agent.listen is None:
         return None
@@ -222,9 +222,9 @@ def _check_agent(config: Config) -> Iterator[Problem]:
 
 
 def _dependent_keys(config: Config) -> tuple[tuple[str, bool, str, str], ...]:
-    """Return the keys that only another key gives an effect.
+    """Return the keys whose effect depends on another key.
 
-    Each has: the key, whether it has no effect here, the reason, and the other key.
+    Each tuple has the key, whether the key has no effect here, the reason, and the other key.
     """
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")
@@ -288,7 +288,7 @@ def _dependent_keys(config: Config) -> tuple[tuple[str, bool, str, str], ...]:
 
 
 def _check_without_effect(config: Config) -> Iterator[Problem]:
-    """Report changed settings that no code would read."""
+    """Report settings that were changed from the default but have no effect."""
     known = leaves(kinds_of(config))
     for key, is_idle, why, cause in _dependent_keys(config):
         default = known[tuple(key.split("."))].defaults[config.profile]

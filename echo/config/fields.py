@@ -1,7 +1,7 @@
 """Types of configuration values, and the base of all sections.
 
-Each type checks a single value. Its error tells the user what to write instead. echo/config/load.py
-adds the file, the key and the value to the error.
+Each type checks a single value. The error says what to write instead. echo/config/load.py adds the
+file, the key and the value to the error.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ _TASK_KIND = re.compile(r"[a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 UNREADABLE = (ValueError, RecursionError)
-"""Errors of the standard library for invalid TOML or JSON. Numbers of thousands of digits and
-nesting of hundreds of levels cause other errors than bad syntax.
-"""
+"""Exceptions that the standard library raises for invalid TOML or JSON. Bad syntax, very long
+numbers and very deep nesting raise different exceptions."""
 
 
 def toml_or_text(text: str) -> Any:
@@ -56,13 +55,13 @@ def toml_or_text(text: str) -> Any:
 
 
 NO_VALUES = frozenset({"null", "None", "~"})
-"""Words for a missing value in YAML, JSON and Python; TOML has none."""
+"""Words that mean a missing value in YAML, JSON and Python. TOML has no such word."""
 
 
 def override_of(key: str, text: str) -> str:
     """Return the override `key=text`, with quotes if the text needs them.
 
-    The quotes keep TOML from reading the text as another type.
+    Without quotes, TOML would read some texts as another type.
     """
     is_plain = toml_or_text(text.strip()) == text and text not in NO_VALUES
     return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
@@ -77,14 +76,14 @@ def _false_is_none(value: object) -> object:
 
 
 def _check_off(value: object) -> object:
-    """Return `false`. Refuse every other value, also 0, although 0 == False in Python."""
+    """Return `false`. Refuse every other value, even 0, which equals False in Python."""
     if value is not False:
         raise ValueError("must be false")
     return value
 
 
 def _one_is_a_list(value: object) -> object:
-    """Return a single string as a tuple of one item, and a list as a tuple."""
+    """Convert a list to a tuple, and a single string to a tuple of one item."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -152,7 +151,7 @@ def _check_web_address(address: str) -> str:
 
 
 def has_secret(address: str) -> bool:
-    """Return whether an address is a join string, with the run's secret."""
+    """Return whether an address is a join string, which contains the run's secret."""
     return "." in address.partition("#")[2]
 
 
@@ -184,8 +183,8 @@ def _check_run_name(name: str) -> str:
 
 
 MAX_FILE_LENGTH = 16 << 20
-"""Largest number of characters in a file with settings: the settings that the learner sends must
-fit into one message."""
+"""Largest number of characters in a file with settings. The learner sends settings in one
+message."""
 
 
 def read_text(path: Path) -> str:
@@ -212,10 +211,10 @@ Seconds = Annotated[float, BeforeValidator(parse_duration)]
 """A duration: a number of seconds or text such as "30s"."""
 
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_false_is_none)]
-"""A duration that `false` switches off."""
+"""A duration, or `false` to switch the key off."""
 
 Off = Annotated[Literal[False], BeforeValidator(_check_off)]
-"""The value `false`, which switches a key off; the default of such a key may be another value."""
+"""The value `false`, which switches a key off."""
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: a whole number of bytes or text such as "8GiB"."""
@@ -229,7 +228,8 @@ AdvertisedAddress = Annotated[str, AfterValidator(_check_advertise)]
 DialAddress = Annotated[
     str, AfterValidator(_check_connect), PlainSerializer(_strip_secret, return_type=str)
 ]
-"""tcp://host:port with #KEY or #KEY.SECRET at the end; pydantic's dumps leave the secret out."""
+"""tcp://host:port, optionally followed by #KEY or #KEY.SECRET; pydantic's dumps leave the secret
+out."""
 
 DialAddresses = Annotated[tuple[DialAddress, ...], BeforeValidator(_one_is_a_list)]
 """Addresses to try in order; a single address needs no brackets."""
@@ -291,11 +291,11 @@ INHERITED = "inherited"
 Inherited = Annotated[T, INHERITED]
 """The type of a key whose value the learner sets for all its workers."""
 OWN_KIND = "package.module:function"
-"""The kind of the section class for the user's own code, which is named by an import path."""
+"""The kind of the section class for the user's own code, which an import path names."""
 
 
 class Strict(BaseModel):
-    """The base class of a file's tables, which are immutable and strictly checked."""
+    """The base class of a file's tables: immutable, with strict types."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -314,9 +314,9 @@ class Section(Strict):
 
 
 def kind_of(value: Any) -> str:
-    """Return the `kind` of a section, from a table or an object.
+    """Return a section's `kind`; the section is a table or an object.
 
-    If the kind is an import path of the user's own code, the result is OWN_KIND.
+    If the kind is the import path of the user's own code, return OWN_KIND.
     """
     kind = value["kind"] if isinstance(value, Mapping) else value.kind
     return OWN_KIND if ":" in kind else str(kind)

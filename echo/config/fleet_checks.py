@@ -1,7 +1,7 @@
 """Rules that compare several rows of fleet and scenario files.
 
-The rules read invalid rows as well, so that one pass finds every problem. If a value is invalid,
-fleet_file.py drops the problems of the rules that read it.
+The rules also read invalid rows, so that one pass finds every problem. If a value is invalid,
+fleet_file.py drops the problems of all rules that read the value.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from echo.core.errors import nearest
 from echo.fleet.gpus import GPUS, MODELS
 
 Rows = Mapping[str, Sequence[tuple[KeyPath, Any]]]
-"""The rows of each table, with their paths. An invalid row has the values of the file, and None for
-each missing value. It is only checked, never used.
-"""
+"""The rows of each table, with their paths. Invalid rows are included for checks: they have the
+file's values, and None for each missing value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def fleet_rules(rows: Rows) -> Iterator[Problem]:
 
 
 def _names(rows: Rows, table: str) -> list[str]:
-    """Return the names of a table's rows, also of invalid rows.
+    """Return the names of a table's rows, including invalid rows.
 
     Otherwise a reference to an invalid row would be reported as a second problem.
     """
@@ -130,12 +129,12 @@ def _of_job(text: str, *keys: str) -> Problem:
 
 
 def _are_numbers(*values: object) -> bool:
-    """Return whether all values are numbers. An invalid row may have other types."""
+    """Return whether all values are numbers. Values of invalid rows may have other types."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 def _fold(name: str) -> str:
-    """Return a name in lower case, without punctuation and "nvidia", to compare spellings."""
+    """Return a name in lower case without punctuation and "nvidia", to compare names."""
     return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
 
 
@@ -144,7 +143,7 @@ def scenario_rules(rows: Rows, plan: Plan | None, left_out: Collection[str]) -> 
 
     Args:
         rows: the rows of the scenario file.
-        plan: the plan.json with the nodes to rent; None without such a file.
+        plan: the plan.json with the nodes to rent; None without a plan.json.
         left_out: offers whose nodes cannot run the model.
     """
     yield from fleet_rules(rows)
@@ -213,10 +212,10 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the number of rented nodes of each offer.
 
-    A number in [sim] comes first, then the number in the plan. An offer without a number gets no
-    nodes if there is a plan. Otherwise it gets all nodes on offer. A number above the number on
-    offer is ignored, because a list of that length may exceed the memory. `scenario_rules` reports
-    such a number.
+    [sim] takes precedence over the plan. If neither has a number for an offer, a plan means no
+    nodes; without a plan all nodes on offer are rented. A number above the nodes on offer is
+    ignored here, because a list of that length may exceed the memory. `scenario_rules` reports such
+    a number.
     """
     counts = dict(offered)
     if plan is not None:

@@ -1,8 +1,8 @@
-"""Reads fleet and scenario files, and makes the planner's request from them.
+"""Reads fleet and scenario files, and makes the planner's request from their tables.
 
-A fleet and a job may share one file or be in two files. No table is in both. A scenario is a fleet
-file with more tables, all optional. layers.py reads these files, as it reads the file of a run. A
-message names a row by its table, its number from 1 and the names in the row.
+A fleet and a job may be in one file or in two files without common tables. A scenario is a fleet
+file with more tables, all optional. layers.py reads these files. Messages name a row by its table,
+its number (from 1) and the names in the row.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from echo.fleet.market import Offer, Region, RentedFleet
 
 Table = Mapping[str, Any]
 Source = tuple[str, Table]
-"""A file's name, as shown in messages, and the tables of the file."""
+"""The name of a file for messages, and the tables of the file."""
 Override = tuple[str, str]
-"""A command-line option, and its text "table.key=value" or "list.name.key=value"."""
+"""A command-line option and its value: "table.key=value" or "list.name.key=value"."""
 
 
 def read_files(paths: Sequence[Path]) -> list[Source]:
@@ -117,7 +117,7 @@ def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
 
 
 def _read_override(kind: type[FleetFile], text: str, source: str, below: Settings) -> Layer:
-    """Return the layer of an override, with a row's name replaced by its number."""
+    """Return the layer of an override; replace the name of a row by the row's number."""
     layer = read_override(SCHEMAS[kind], text, source)
     path = next(iter(layer.settings), ())
     if not path or not repeats(kind, path[0]):
@@ -137,9 +137,9 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows with this name, and an error text.
+    """Return the numbers of the rows with this name, and the text of an error.
 
-    The caller uses the text unless exactly one row has the name.
+    If exactly one row has the name, the caller ignores the text.
     """
     calls = [
         (path[1], str(setting.value))
@@ -221,9 +221,9 @@ def _as_it_stands(table: type[BaseModel], row: object) -> Any:
 def _locate(
     kind: type[FleetFile], row: KeyPath, place: tuple[int | str, ...]
 ) -> tuple[KeyPath, Leaf | None]:
-    """Return the path and the key of the place that a pydantic error names.
+    """Return the path and the key of the place in a pydantic error.
 
-    If the place ends in the name of a union's member, this name is cut off.
+    If the place ends with the name of a union's member, remove this name.
     """
     path = (*row, *map(str, place))
     while SCHEMAS[kind].find(path) is None and len(path) > len(row):
@@ -248,14 +248,14 @@ class FleetRequest:
     """Publish periods that the planner tries, in this order."""
     model: ModelShape
     gpus: Mapping[str, Gpu]
-    """The GPUs of the catalogue and of the file's [[gpus]], by name."""
+    """All GPUs of the catalogue and of the file's [[gpus]], by name."""
     learner: LearnerRow
     job_row: JobRow
     offers: tuple[OfferRow, ...]
-    """The file's rows of the offers in `fleet.offers`, in the same order."""
+    """The file's rows for the offers in `fleet.offers`, in the same order."""
     regions: Mapping[str, RegionRow]
     notices: tuple[str, ...]
-    """Lines for the user: which figures are estimates, and which offers were left out."""
+    """Lines for the user on estimated figures and on offers that were left out."""
 
 
 def parse_fleet(files: Sequence[Source]) -> FleetRequest:

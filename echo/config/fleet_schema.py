@@ -1,7 +1,7 @@
-"""Every key of fleet and scenario files: its type, its limits, its default and its meaning.
+"""Defines the keys of fleet and scenario files: type, limits, default and meaning.
 
-A fleet and a job may share one file or be in two files. A scenario is a fleet file with more
-tables, all optional. Rules that compare several keys are in fleet_checks.py.
+A fleet and a job may be in one file or in two files. A scenario is a fleet file with more tables,
+all optional. fleet_checks.py compares several keys.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEARNER_REGION = "learner"
 
 
 class JobRow(Strict):
-    """The run to plan for: its model, its sizes and its limits."""
+    """The planned run: its model, sizes and limits."""
 
     model: Name
     """Name of the model, in the catalogue or in [[models]]."""
@@ -46,7 +46,7 @@ class JobRow(Strict):
     group_size: Annotated[int, Field(ge=2)]
     """Rollouts per group."""
     useful_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the groups whose rewards are not all equal; other groups are not trained on."""
+    """Share of the groups whose rewards differ. Groups with equal rewards are not trained on."""
     prompt_tokens: Positive = 512.0
     """Mean number of tokens of a prompt."""
     completion_tokens: Positive
@@ -54,13 +54,15 @@ class JobRow(Strict):
     max_completion_tokens: Positive
     """Largest number of tokens of a completion."""
     completion_spread: Amount = 0.5
-    """Standard deviation of the length of completions, divided by its mean."""
+    """Standard deviation of the completion length, divided by the mean length."""
     max_staleness: Annotated[int, Field(ge=0)] = 6
     """Inclusive bound S on staleness, optimizer steps."""
     publish_period: Literal["auto"] | Count = "auto"
-    """Optimizer steps between two publications; "auto" is the smallest with a sufficient fleet."""
+    """Optimizer steps between two publications. "auto" chooses the smallest number with a
+    sufficient fleet."""
     version_bytes: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes of one publication, such as a delta; if left out, of all weights in bfloat16."""
+    """Bytes of one publication, such as a delta. The default is the size of all weights in
+    bfloat16."""
     chunk_bytes: Annotated[Bytes, Field(gt=0)] = 1 << 20
     """Bytes of a chunk, the unit in which versions are sent."""
     has_pausing_workers: bool = False
@@ -68,9 +70,9 @@ class JobRow(Strict):
     margin: Amount = 0.1
     """Spare rate of the fleet, as a share of the required rate."""
     rate_spread: Amount = 0.1
-    """Standard deviation of the time in which the fleet makes one batch, divided by its mean."""
+    """Standard deviation of the fleet's time for one batch, divided by the mean time."""
     budget_per_h: Positive | None = None
-    """$ per hour for nodes and traffic, without the learner; no limit if left out."""
+    """$ per hour for nodes and traffic, without the learner. By default there is no limit."""
 
 
 class LearnerRow(Strict):
@@ -81,13 +83,13 @@ class LearnerRow(Strict):
     num_gpus: Count = 1
     """Number of GPUs that train together."""
     train_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """Measured seconds of one optimizer step; if left out, they are estimated."""
+    """Measured seconds of one optimizer step. By default the seconds are estimated."""
     price_per_h: Amount
     """$ per hour for the whole machine."""
     uplink_mbit_per_s: Positive
     """Mbit/s of the learner's uplink."""
     address: Name = "tcp://LEARNER:7700"
-    """Address at which nodes reach the learner; it is used in the printed commands."""
+    """Address at which nodes reach the learner, for the printed commands."""
 
 
 class RelayRow(Strict):
@@ -107,11 +109,11 @@ class RegionRow(Strict):
     name: Name
     """Name of the region, which offers use."""
     mbit_per_s: Positive | None = None
-    """Mbit/s of one stream from the learner to the region; without it there is no path."""
+    """Mbit/s of one stream from the learner to the region. If it is missing, there is no path."""
     latency_s: Seconds = 0.0
     """Latency of the path in one direction."""
     price_per_gb: Amount = 0.0
-    """$ per GB that leaves the learner for the region."""
+    """$ per GB sent from the learner to the region."""
     relay: RelayRow | None = None
     """The relay in the region, if there is one."""
 
@@ -128,7 +130,7 @@ class OfferRow(Strict):
     region: Name
     """Name of a region in [[regions]]."""
     count: Annotated[int, Field(ge=1, le=MAX_COUNT)]
-    """How many can be had."""
+    """Number of nodes on offer."""
     price_per_h: Amount
     """$ per hour for one node; 0 for a node of your own."""
     price_per_gb: Amount = 0.0
@@ -138,19 +140,19 @@ class OfferRow(Strict):
     up_mbit_per_s: Positive
     """Mbit/s of one node's uplink."""
     can_listen: bool = False
-    """Whether other nodes can dial the node, so that it passes weights on to them."""
+    """Whether other nodes can dial this node to get weights."""
     tokens_per_s: Positive | None = None
-    """Measured completion tokens per second of one node; if left out, they are estimated."""
+    """Measured completion tokens per second of one node. By default the rate is estimated."""
     concurrency: Count | None = None
     """Rollouts that one node samples at the same time; needed with tokens_per_s."""
     losses_per_h: Amount = 0.0
-    """How many times per hour one such node is taken away, as a spot machine is."""
+    """How often per hour one such node is preempted, as spot machines are."""
     restart_s: Seconds = 300.0
     """Time until a lost node is replaced."""
 
 
 class GpuRow(Strict):
-    """A GPU that the catalogue lacks, or that replaces the catalogue's GPU of the same name."""
+    """A GPU to add to the catalogue; it replaces a GPU with the same name."""
 
     name: Name
     """Name of the GPU, which offers and the learner use."""
@@ -161,11 +163,11 @@ class GpuRow(Strict):
     memory_gib: Count
     """Size of the GPU's memory, in GiB."""
     link_gb_per_s: Positive = 25.0
-    """GB/s between the GPU and another GPU of the same machine."""
+    """GB/s of the link between two GPUs of one machine."""
 
 
 class ModelRow(Strict):
-    """A model that the catalogue lacks."""
+    """A model to add to the catalogue."""
 
     name: Name
     """Name of the model, which the job uses."""
@@ -187,15 +189,16 @@ class SimRow(Strict):
     num_steps: Count = 50
     """Number of optimizer steps to simulate."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of everything that is drawn."""
+    """Seed of all random numbers."""
     chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
     """Chunks per version: few chunks are fast to simulate, many are closer to a real run."""
     release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """As worker.release_after_s, with a command that gives the machine back."""
+    """Same as worker.release_after_s; the release command gives the machine back."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """Number of rented nodes by offer; all nodes of an offer that is not named are rented."""
+    """Number of rented nodes by offer. For other offers all nodes are rented."""
     profile: Literal["lan", "wan"] = "wan"
-    """Profile that the next four keys take their defaults from; those of wan are shown."""
+    """Profile with the defaults of the next four keys. The defaults shown here are those of
+    "wan"."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
     """As network.heartbeat_s."""
     dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
@@ -209,24 +212,24 @@ class SimRow(Strict):
     is_eager: bool = False
     """As sync.eager."""
     alone_speedup: Annotated[float, Field(ge=1)] = 2.0
-    """How many times faster a sequence is sampled alone than in a full engine."""
+    """Ratio of a sequence's sampling speed alone to its speed in a full engine."""
     speed_spread: Share = 0.0
-    """Standard deviation of the rates of an offer's nodes, divided by their mean."""
+    """Standard deviation of the rates of an offer's nodes, divided by the mean rate."""
     train_spread: Share = 0.0
-    """Standard deviation of the time of the learner's step, divided by its mean."""
+    """Standard deviation of the learner's step time, divided by the mean step time."""
     setup_s: Instant = 10.0
     """Time in which a worker builds its engine."""
     swap_s: Instant = 0.5
     """Time in which new weights are installed in an engine."""
     publish_s: Instant = 0.0
-    """Time in which the learner makes a version and does not train."""
+    """Time in which the learner makes a version instead of training."""
     join_within_s: Instant = 5.0
-    """Time within which the workers start, one after the other."""
+    """Time in which all workers start, one after another."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_times(cls, given: Any) -> Any:
-        """Give each missing time of the network the profile's default."""
+        """Set each missing network time to the profile's default."""
         profile = PROFILES.get(str(given.get("profile"))) if isinstance(given, dict) else None
         if profile is None:
             return given
@@ -235,18 +238,19 @@ class SimRow(Strict):
 
 
 class FaultRow(Strict):
-    """A fault that happens at one instant of the simulation."""
+    """A fault at one instant of the simulation."""
 
     at_s: Instant
     """Time of the fault, since the start."""
     kind: Literal["kill", "preempt", "cut", "slow"]
-    """kill: a process dies; preempt: a machine vanishes; cut: nothing passes; slow: a straggler."""
+    """kill ends a process; preempt removes a machine; cut blocks a link; slow slows a node."""
     target: Name
-    """A node (OFFER-1), an offer, "*" for all workers; of a cut: a node, "learner" or a region."""
+    """A node (OFFER-1), an offer, or "*" for all workers. For a cut: a node, "learner" or a
+    region."""
     for_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """Duration of the fault; if left out, it has no end."""
+    """Duration of the fault. By default the fault has no end."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of its rate that a slow node keeps."""
+    """Rate of a slow node, as a share of its normal rate."""
 
 
 class PriceRow(Strict):
@@ -261,7 +265,7 @@ class PriceRow(Strict):
 
 
 class FleetFile(Strict):
-    """The tables of a fleet file; a table that is a list may occur several times."""
+    """The tables of a fleet file. A table whose type is a list may occur several times."""
 
     job: JobRow
     learner: LearnerRow
@@ -272,23 +276,23 @@ class FleetFile(Strict):
 
 
 class ScenarioFile(FleetFile):
-    """The tables of a scenario file: those of a fleet file, and those of the simulation."""
+    """The tables of a scenario file: a fleet file's tables and the simulation's tables."""
 
     sim: SimRow = Field(default_factory=SimRow)
     activation: ActivationSection = ActivationSection(mode="off")
-    """As in a run's configuration; without the table every worker generates."""
+    """The table [activation] of a run's configuration. Without this table, all workers generate."""
     faults: list[FaultRow] = Field(default_factory=list)
     prices: list[PriceRow] = Field(default_factory=list)
 
 
 AnyFile = TypeVar("AnyFile", bound=FleetFile)
 ROW = "*"
-"""Stands for the number of a row in the path of a key, if the table is a list of rows."""
+"""A placeholder for a row's number in the path of a key."""
 
 
 @cache
 def tables_of(kind: type[FleetFile]) -> Mapping[str, tuple[type[BaseModel], bool]]:
-    """Return each table's class, and whether the table is a list of rows, by name."""
+    """Return each table's class by name, and whether the table is a list of rows."""
     found: dict[str, tuple[type[BaseModel], bool]] = {}
     for name, info in kind.model_fields.items():
         rows = typing.get_args(info.annotation)
@@ -304,7 +308,7 @@ def repeats(kind: type[FleetFile], name: str) -> bool:
 
 
 def expected_table(kind: type[FleetFile], name: str) -> str:
-    """Return how the table must be written, such as "written [job], one table"."""
+    """Return text on how the table must be written, such as "written [job], one table"."""
     is_list = repeats(kind, name)
     return f"written [[{name}]], a list of tables" if is_list else f"written [{name}], one table"
 
@@ -346,7 +350,7 @@ def _table_leaf(path: KeyPath, expected: str) -> Leaf:
 def _find(kind: type[FleetFile], path: KeyPath) -> Leaf | None:
     """Return the key at a path of a file, or None.
 
-    For a path within a table of the user's own keys, return the key of that table.
+    If the path lies within a table of the user's own keys, return this table's key.
     """
     if len(path) > 1 and repeats(kind, path[0]):
         path = (path[0], ROW, *path[2:])
@@ -372,7 +376,7 @@ def _describe_unknown(kind: type[FleetFile], path: KeyPath) -> str:
 
 
 MAX_OWNERS = 4
-"""Largest number of keys of other tables that the error for an unknown key suggests."""
+"""Largest number of suggested keys of other tables in the error for an unknown key."""
 
 
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
@@ -392,7 +396,7 @@ def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
 
 
 NAMES = ("name", "gpu", "region")
-"""Keys whose values are shown in messages to identify a row."""
+"""Keys whose values identify a row in messages."""
 MAX_NAMED = 80
 """Largest number of characters of a row's names in a message."""
 

@@ -1,8 +1,8 @@
-"""Layers of settings from files and overrides, with their sources.
+"""Reads settings from files and overrides in layers, and keeps the source of each value.
 
-This module reads run, fleet and scenario files. A layer is one file or one `--set`. For each key
-the last layer that sets it wins. A `Schema` defines which keys exist. All problems are reported at
-once, each with its source, key, value and remedy.
+Run, fleet and scenario files are read by this module. A layer is one file or one `--set`. A later
+layer overrides an earlier layer. A `Schema` defines the keys. All problems are reported at once,
+each with its source, key, value and remedy.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from echo.core.errors import ConfigError, in_one, nearest
 from echo.core.units import one_line
 
 OVERRIDE = "--set"
-"""The name of the source of settings that were given by --set."""
+"""The source name of settings from --set."""
 DEFAULT = "default"
-"""The name of the source of a default. For a profile's default it begins with "profile "."""
+"""The source name of a default. For a profile's default the name begins with "profile "."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The value of one key, and the name of its file or option."""
+    """The value of one key, and the name of the file or option that set it."""
 
     value: Any
     source: str
@@ -49,7 +49,7 @@ Settings = Mapping[KeyPath, Setting]
 class Problem:
     """One error in the settings. Its message shows the value at the first of `paths`.
 
-    The values at the other paths contribute to the error.
+    The values at the other paths contributed to the error.
     """
 
     paths: tuple[KeyPath, ...]
@@ -57,9 +57,8 @@ class Problem:
     setting: Setting | None = None
     """The refused value; None if the value is among the accepted settings."""
     is_idle: bool = False
-    """Whether the value at the first path only has no effect, because of the values at the other
-    paths. A resumed run replaces such a value by its default.
-    """
+    """Whether the value at the first path is valid but has no effect, because of the values at the
+    other paths. A resumed run replaces such a value by the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class Schema:
     what: str
     """The name of this kind of file in messages, as in "the configuration has 3 problems"."""
     override_form: str
-    """The text on how to write an override."""
+    """Text that explains how to write an override."""
     sections: Callable[[], Collection[str]]
     """Returns the names of the sections. An empty section in a file sets nothing."""
     find: Callable[[KeyPath], Leaf | None]
@@ -92,9 +91,8 @@ class Layer:
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     replaced: KeyPath | None = None
-    """The path of a table that this layer sets as a whole. All earlier settings at or below it are
-    dropped.
-    """
+    """The path of a table that this layer replaces. All earlier settings at or below this path are
+    dropped."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def read_file(path: Path) -> str:
 
 
 def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
-    """Return the layer of one source. Unknown keys become problems."""
+    """Return the layer of a file's table. Unknown keys become problems."""
     layer = Layer()
     for path, value in flatten(table):
         setting = Setting(value, source)
@@ -147,7 +145,7 @@ def read_layer(schema: Schema, table: Mapping[str, Any], source: str) -> Layer:
 def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
     """Return the layer of one `--set section.key=value`.
 
-    The value is read as TOML. If it is not valid TOML, it is text. So names need no quotes.
+    The value is read as TOML. A value that is not valid TOML is text, so names need no quotes.
     """
     key, separator, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -171,7 +169,7 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
-    """Return the settings of all layers by path. The last layer wins."""
+    """Merge the settings of all layers by path. A later layer overrides an earlier layer."""
     merged: dict[KeyPath, Setting] = {}
     for layer in layers:
         if place := layer.replaced:
@@ -187,8 +185,8 @@ def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
 def flatten(table: Mapping[str, Any], parent: KeyPath = ()) -> Iterable[tuple[KeyPath, Any]]:
     """Yield every value of nested tables with its path.
 
-    An empty table is a value. A table at depth MAX_DEPTH is yielded as a value, too, and refused
-    later.
+    An empty table is yielded as a value. A table at depth MAX_DEPTH is also yielded as a value, and
+    refused later.
     """
     for key, value in table.items():
         path = (*parent, key)
@@ -219,11 +217,11 @@ MAX_DEPTH = 32
 
 
 def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Return why a message or config.json cannot hold this value unchanged, or None.
+    """Return why messages and config.json would alter this value; None if they would not.
 
     Args:
         value: the value of a key, or a part of it.
-        in_table: whether the value is in a table of the user's own keys, whose types are not
+        in_table: whether the value is in a table of the user's own keys. Their types are not
             checked.
         depth: the number of tables and lists that contain the value.
     """
@@ -256,7 +254,7 @@ def value_problems(
 
     Args:
         error: the error that pydantic has raised.
-        locate: returns the path and the key of a place that the error names.
+        locate: returns the path and the key for a place in the error.
     """
     by_path: dict[KeyPath, Problem] = {}
     for detail in error.errors():
@@ -277,7 +275,7 @@ def value_problems(
 
 
 def describe_expected(leaf: Leaf, value: object) -> str:
-    """Describe a key's accepted values, and suggest the most similar."""
+    """Describe a key's accepted values, and suggest the value most similar to `value`."""
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
@@ -307,7 +305,7 @@ def as_error(
 
 
 def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: str) -> str:
-    """Return one line on a problem: the source, the key, its value and the error."""
+    """Return one line on a problem: the source, the key, the value and the error."""
     path = problem.paths[0] if problem.paths else ()
     setting = problem.setting or settings.get(path) or _beside(path, settings, file_name)
     value = "" if setting.value is None or not path else f" = {brief(setting.value)}"
@@ -319,9 +317,9 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return a setting without a value for a missing key.
+    """Return a setting for a missing key: no value, and a source for messages.
 
-    Messages name its source. This is the source of the nearest key that the user has set, or
+    The source is that of the nearest key that the user has set. Without such a key it is
     `file_name`.
     """
     for depth in range(len(path), 0, -1):

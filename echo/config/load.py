@@ -66,7 +66,7 @@ from echo.core.units import format_bytes, without_keys
 # --- keys -----------------------------------------------------------------------------------------
 
 MAX_GUESSES = 3
-"""Largest number of keys of other sections that the error for an unknown key suggests."""
+"""Largest number of suggested keys of other sections in the error for an unknown key."""
 
 
 def _describe_unknown(path: KeyPath) -> str:
@@ -153,13 +153,13 @@ def parse_config(
     """Check nested tables as `load_config` checks a file.
 
     Args:
-        table: the tables of a file.
+        table: the nested tables.
         overrides: texts "section.key=value".
         role: the role whose required keys must be set; None requires no key.
         source: the name of `table` in messages.
-        is_saved: whether `table` is a run's saved configuration, which has every key. If so, saved
-            values without effect are replaced by their defaults. Otherwise only values that an
-            override left without effect are replaced, each with a note.
+        is_saved: whether `table` is a run's saved configuration, which has every key. If True,
+            defaults replace all saved values without effect. If False, defaults replace only values
+            that an override left without effect, and a note reports each.
 
     Raises:
         ConfigError: if anything is wrong. The message lists every problem with its remedy.
@@ -188,7 +188,7 @@ def parse_config(
 
 
 def _cause_in_override(problem: Problem, user: Settings) -> bool:
-    """Return whether a `--set` leaves a setting of the file without effect."""
+    """Return whether a `--set` makes a setting of the file ineffective."""
     idle, *causes = (user.get(path) for path in problem.paths)
     by_line = any(cause is not None and cause.source == OVERRIDE for cause in causes)
     return idle is not None and idle.source != OVERRIDE and by_line
@@ -207,7 +207,7 @@ def _check(
 ) -> tuple[dict[KeyPath, Setting], Config, list[Problem]]:
     """Return all settings, a valid configuration, and the problems.
 
-    In the configuration each value with a problem is replaced by its default.
+    In the configuration, defaults replace the values with problems.
     """
     kinds, problems = _choose_kinds(user)
     known = leaves(kinds)
@@ -267,7 +267,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return `user` without saved defaults of kinds that are no longer chosen."""
+    """Return `user` without the saved defaults of kinds that are no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
@@ -283,21 +283,21 @@ def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict
 
 
 def _leaf_at(path: KeyPath, known: Mapping[KeyPath, Leaf]) -> Leaf | None:
-    """Return the key at `path`, or the key of the user's own table that contains `path`."""
+    """Return the key at `path`, or the table of the user's own keys that contains `path`."""
     leaf = known.get(path)
     table = known.get(path[:2])
     return leaf or (table if table is not None and table.is_table else None)
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Return all values of a configuration, defaults included, as nested tables for JSON."""
+    """Return all values of a configuration, including defaults, as nested tables for JSON."""
     return config.model_dump(mode="json")
 
 
 def save_resolved(config: Config, path: Path) -> None:
     """Write all values of a configuration as JSON, atomically.
 
-    After a crash the file has its old or its new content.
+    After a crash, the file has either its complete old or its complete new content.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(resolved(config), indent=2) + "\n", encoding="utf-8")
@@ -307,7 +307,7 @@ def save_resolved(config: Config, path: Path) -> None:
 def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = None) -> Config:
     """Read a file that `save_resolved` wrote, and apply the overrides.
 
-    If an override leaves a saved value without effect, the default replaces it. Examples are
+    If an override makes a saved value ineffective, the default replaces the value. Examples are
     options of a loss that is no longer chosen.
 
     Raises:
@@ -323,7 +323,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = (), role: str | None = 
 
 
 def keys_set_by_user(config: Config) -> frozenset[str]:
-    """Return the dotted keys whose values were given by a file or `--set`."""
+    """Return the dotted keys that a file or `--set` has set."""
     return frozenset(
         key for key, source in config.sources.items() if not Setting(None, source).is_default
     )
@@ -402,7 +402,7 @@ _WIDTH = 96
 def schema_help(role: Role | None = None) -> str:
     """Return help on the keys that `role` reads: values, default and meaning.
 
-    None stands for all roles.
+    With None, return help on the keys of all roles.
     """
     lines = [
         'Configuration keys (TOML). Durations take "30s", "5min", "2h"; sizes take "8GiB", "200MB".'
@@ -431,8 +431,8 @@ def dry_run_text(
 ) -> str:
     """Return the text of a dry run.
 
-    It tells whether the node would start, and shows its settings, the memory budget, the notices
-    and a preview of the data.
+    The text says whether the node would start. It shows the settings, the memory budget, the
+    notices and a preview of the data.
     """
     head = "would start" if would_start else "would not start, see the end"
     lines = [f"{head}: {_describe_start(config, role)}"]
@@ -537,12 +537,12 @@ _UNSAFE: Mapping[str, str] = {
     "security.curve": _OTHER_SECURITY,
     "learner.init_from": "a resumed run takes its weights from its checkpoint",
 }
-"""Why a change is unsafe, by dotted key or by section."""
+"""Reasons why a change is unsafe, by dotted key or by section."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting whose value differs between two configurations of a run."""
+    """A setting with different values in two configurations of a run."""
 
     key: str
     old: Any
@@ -567,7 +567,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def keep_choices(saved: Config, config: Config) -> Config:
-    """Return `config`, with "auto" replaced by the dtype of the first start."""
+    """Return `config` with the dtype "auto" replaced by the dtype of the first start."""
     if config.learner.dtype != "auto":
         return config
     learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})
@@ -586,13 +586,12 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 _TEMPLATE = "model.chat_template"
-"""The only key for which the learner sends workers the text of a file, and not the key's value."""
+"""The key whose file's text the learner sends to workers instead of the key's value."""
 NO_TEMPLATE = "none"
-"""Value of `model.chat_template` that is no path: no template is used, not even the tokenizer's."""
+"""Value of `model.chat_template` that switches all templates off, even the tokenizer's."""
 _AGENTS = "agent.listen"
-"""The key with the address for agents. Workers have one only if the learner has set this key. A
-worker may then set another address.
-"""
+"""The key with the address for agents. Workers serve agents only if the learner sets this key. A
+worker may choose another address."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
@@ -627,7 +626,8 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
 def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return the worker's configuration with the learner's values.
 
-    Only `model.chat_template` keeps its value, a path. `settings` has the template's text instead.
+    The exception is `model.chat_template`: it keeps the worker's path, because `settings` has the
+    template's text.
 
     Raises:
         ConfigError: if a setting does not fit this version's schema.
@@ -646,9 +646,9 @@ def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
 def has_own_model(config: Config) -> bool:
     """Return whether the worker takes its model from model.name.
 
-    Otherwise it takes the learner's model. All machines share one file. So a name in the file is
-    meant for the learner only, unless it is a directory on this machine. A name given by --set,
-    even a hub id, is meant for this worker.
+    Otherwise the worker gets the learner's model. All machines share one configuration file. A hub
+    id in this file is for the learner only. A name from --set, or a directory that exists on this
+    machine, is for this worker.
     """
     name = config.model.name
     return name is not None and (

@@ -1,17 +1,18 @@
-"""Keys of [loss]: one class for each loss, with the parameters of its equation.
+"""Defines the keys of [loss]: one class for each loss, with the loss's parameters.
 
-The losses in echo/algo document the effect of each key on the gradient. A relay has no torch and
-cannot import them. So the keys are repeated here, and a test compares names and defaults.
+The losses in echo/algo document the effect of each key on the gradient. The keys are repeated here,
+because a relay has no torch and cannot import echo/algo. A test compares names and defaults.
 
 Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
-and renormalised distribution. A rollout carries the ids that each token was drawn from, and the
+and renormalised distribution. A rollout contains the ids from which each token was drawn, and the
 learner computes in the same distribution. If the set of these ids is too large to send
-(core/token_sets.py), the learner scores the token in the whole distribution. Even on-policy, the
-token's ratio of learner to sampler is then Z. Z is the probability that truncation has kept. With
-top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1. Suppose that a loss's
-range of ratios begins above Z. Then it learns nothing from rollouts with a negative advantage, or
-leaves all rollouts out. Such a loss therefore gets no group with a token whose set is missing.
-`least_ratios` returns where the range of a loss begins.
+(core/token_sets.py), the learner scores the token in the whole distribution. Then the token's ratio
+of learner to sampler is Z even on-policy, where Z is the probability that truncation has kept. With
+top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1.
+
+Suppose that a loss accepts only ratios above Z. Then the loss learns nothing from rollouts with a
+negative advantage, or leaves out all rollouts. So such a loss gets no groups with missing token
+sets. `least_ratios` returns the smallest ratios that a loss accepts.
 """
 
 from __future__ import annotations
@@ -49,11 +50,10 @@ DualClip = Annotated[
     Field(description="Largest ratio that counts where the advantage is negative; false is off."),
 ]
 RATIO_UNDER_TOP_K = 0.9
-"""The assumed value of Z (see the module) if top-k or min-p is set. A loss gets tokens whose set is
-missing only if its range includes this ratio. Z has no lower bound with top-k and min-p, so the
-value is a judgement. It admits PPO's ranges of .2, which are used with top-k. It excludes ranges of
-some percent, which would clip every token.
-"""
+"""The assumed value of Z (see the module) with top-k or min-p. A loss gets groups with missing
+token sets only if the loss accepts this ratio. The value is a judgement, because Z has no lower
+bound here. PPO's usual range of .2 includes the value. Ranges of a few percent exclude the value
+and would clip every token."""
 
 Aggregation = Annotated[
     Literal["token_mean", "sequence_mean"],
@@ -69,28 +69,31 @@ class LossSection(Section):
     normalize_by_std: bool = True
     """Divide advantages by their group's spread."""
     leave_one_out: bool = False
-    """Leave a rollout's own reward out of the mean it is compared with."""
+    """Compare a rollout's reward with the mean of the group's other rewards."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Tokens before the limit of a completion within which its reward falls, by 1 at the limit; 0
-    is off."""
+    """Number of tokens before a completion's limit over which the reward falls, by 1 at the limit.
+    0 means off."""
     overlong_filter: bool = False
     """Do not train on completions that were cut off at the limit."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of a bonus on the policy's entropy, per token, which trains on every rollout; 0 is
-    off."""
+    """Weight of a bonus on the policy's entropy per token. The bonus applies to every rollout. 0
+    means off."""
 
     @property
     def value_beta(self) -> float | None:
-        """Return b of the baseline b ln mean exp(r / b), None for the mean reward."""
+        """Return the number b of the baseline b ln mean exp(r / b) over a group's rewards r.
+
+        None means that the baseline is the mean reward.
+        """
         return None
 
     def own_options(self) -> dict[str, Any]:
-        """Return the loss's own parameters by name. `false` becomes None."""
+        """Return the parameters of this loss alone, by name. `false` becomes None."""
         own = self.model_dump(exclude={"kind", *MaskedLossSection.model_fields})
         return {name: None if value is False else value for name, value in own.items()}
 
     def masks(self) -> dict[str, float | None]:
-        """Return the thresholds that leave out rollouts, by name; None is off."""
+        """Return the thresholds that leave out rollouts, by name. None means off."""
         return {}
 
     def least_ratios(self) -> dict[str, float]:
@@ -102,7 +105,7 @@ class LossSection(Section):
 
 
 class MaskedLossSection(LossSection):
-    """A loss that can leave out rollouts whose ratios are out of range."""
+    """A loss that leaves out rollouts with ratios out of range, if the user sets limits."""
 
     geometric_low: float | None = Field(default=None, ge=0, le=1)
     """Leave out rollouts whose tokens' ratios have a geometric mean below this. The usual 0.99
@@ -116,7 +119,7 @@ class MaskedLossSection(LossSection):
     nats per token; 1e-4 is usual."""
 
     def masks(self) -> dict[str, float | None]:
-        """Return the four thresholds that leave out rollouts, by name; None is off."""
+        """Return the four thresholds that leave out rollouts, by name. None means off."""
         own = MaskedLossSection.model_fields.keys() - LossSection.model_fields.keys()
         return self.model_dump(include=set(own))
 
@@ -176,7 +179,7 @@ class GspoSection(ClippedSection):
 
 
 class GepoSection(LossSection):
-    """GEPO: a loss of ratios to the sampler's expected probability over the group."""
+    """GEPO: a loss whose ratios divide by the sampler's expected probability over the group."""
 
     kind: Literal["gepo"]
     normalize_by_std: bool = False
@@ -198,14 +201,14 @@ class OaplSection(MaskedLossSection):
 
     kind: Literal["oapl"]
     normalize_by_std: Literal[False] = False
-    """Only false: the log-ratio is compared with rewards as they are."""
+    """Only false, because this loss compares the log-ratio with unscaled rewards."""
     leave_one_out: Literal[False] = False
-    """Only false: the value that rewards are compared with is over the whole group."""
+    """Only false, because this loss compares a reward with a value over the whole group."""
     beta: float = Field(default=1e-3, gt=0)
-    """Reward that one nat of a rollout's log-ratio is worth; a smaller value moves the policy
-    further."""
+    """Reward per nat of a rollout's log-ratio. A smaller value moves the policy further."""
     baseline_beta: float = Field(default=1.0, gt=0)
-    """b of the value b ln mean exp(r / b) that rewards are compared with."""
+    """The number b in the value b ln mean exp(r / b) of a group's rewards r. Each reward is
+    compared with this value."""
 
     @property
     def value_beta(self) -> float | None:
@@ -227,7 +230,7 @@ class CispoSection(MaskedLossSection):
 
 
 class DecoupledPpoSection(ClippedSection):
-    """Decoupled PPO: it clips against a proximal policy, not the sampler."""
+    """Decoupled PPO: a loss that clips the ratio to a proximal policy instead of the sampler."""
 
     kind: Literal["decoupled_ppo"]
     dual_clip: DualClip = False
@@ -237,16 +240,16 @@ class DecoupledPpoSection(ClippedSection):
     importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] = (
         "token_tis"
     )
-    """How the ratio of the proximal policy to the sampler is bounded: truncated (tis) or masked
-    (mis), by token or by rollout (sequence)."""
+    """How the ratio of the proximal policy to the sampler is bounded. tis truncates the ratio, mis
+    masks it; token bounds it per token, sequence per rollout."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Ratio above which the weight is truncated (tis) or becomes 0 (mis)."""
 
     def least_ratios(self) -> dict[str, float]:
         """Return the smallest ratios that the masks and the clip accept, by key.
 
-        If `proximal` is "recompute", the clip is left out. It then compares the learner with
-        itself, and truncated sampling does not change that ratio.
+        If `proximal` is "recompute", the clip is left out. In this case the clip compares the
+        learner with itself, and truncated sampling does not change the ratio.
         """
         ends = super().least_ratios()
         if self.proximal == "recompute":
@@ -264,14 +267,14 @@ class M2poSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return the smallest ratios that the masks and the bound accept, by key.
 
-        For the bound, this is the ratio at which a single token reaches the bound.
+        For the bound, return the ratio at which a single token reaches the bound.
         """
         end = math.exp(-math.sqrt(self.max_second_moment))
         return super().least_ratios() | {"max_second_moment": end}
 
 
 class SapoSection(MaskedLossSection):
-    """SAPO: a soft gate instead of a clip; every token keeps some gradient."""
+    """SAPO: a loss with a soft gate instead of a clip; every token keeps some gradient."""
 
     kind: Literal["sapo"]
     tau_positive: float = Field(default=1.0, ge=1e-6)
@@ -295,7 +298,7 @@ class DppoTvSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return the smallest ratios that the masks and the bound accept, by key.
 
-        For the bound, this is the ratio of a token with a probability of 1 by the sampler.
+        For the bound, return the ratio of a token to which the sampler gives a probability of 1.
         """
         end = 1 - self.max_probability_gap
         return super().least_ratios() | {"max_probability_gap": end}
@@ -327,7 +330,7 @@ LOSSES: Mapping[str, type[LossSection]] = {
     "dppo_tv": DppoTvSection,
     OWN_KIND: OwnLossSection,
 }
-"""The section class of each kind of loss; OWN_KIND stands for any import path."""
+"""The section class of each kind of loss. OWN_KIND is the kind of every import path."""
 
 AnyLoss = Annotated[
     Annotated[GrpoSection, Tag("grpo")]

@@ -1,8 +1,7 @@
-"""Names of settings in other trainers, with the names that Echo has for them.
+"""Lists names of settings in other trainers with Echo's names.
 
-If an unknown key is a setting of another trainer, the error names Echo's key.
-docs/coming-from-other-frameworks.md has the same table. The command `python docs/reference_pages.py
-names` prints it.
+If an unknown key is a setting of another trainer, the error names Echo's key. `python
+docs/reference_pages.py names` prints this table for docs/coming-from-other-frameworks.md.
 """
 
 from __future__ import annotations
@@ -181,8 +180,8 @@ OTHER_NAMES: tuple[tuple[str, str, str, str, str], ...] = (
     ("report_to", "trainer.logger", "wandb", "use_wandb", "`metrics.sinks`"),
     ("", "project_name", "wandb.project", "wandb_project", "`metrics.project`"),
 )
-"""One row per setting: its names in each of FRAMEWORKS, with notes in parentheses, and then Echo's
-name in Markdown."""
+"""One row per setting. A row has the names in each of FRAMEWORKS, with notes in parentheses, and
+then Echo's name in Markdown."""
 
 ELSEWHERE: dict[str, str] = {
     "max_new_tokens": "did you mean sampling.max_completion_tokens?",
@@ -210,11 +209,11 @@ ELSEWHERE: dict[str, str] = {
     "lam": "Echo has no critic: advantages are relative to the group",
     "critic": "Echo has no critic: advantages are relative to the group",
 }
-"""Hints for names that have no row: names from other programs, and settings that Echo lacks."""
+"""Hints for names without a row: names from other programs, and settings that Echo lacks."""
 
 
 def our_name(path: Sequence[str]) -> str | None:
-    """Return the hint for another trainer's key, or None.
+    """Return a hint on Echo's key if the unknown key is from another trainer, otherwise None.
 
     Args:
         path: the path of the unknown key. Only its last parts are compared with the table, so the
@@ -239,7 +238,7 @@ def our_name(path: Sequence[str]) -> str | None:
 
 
 def translations() -> Iterator[tuple[str, str, str]]:
-    """Yield framework, name and Echo's key for each name in the table."""
+    """Yield each name in the table with its framework and Echo's key."""
     for *others, ours in OTHER_NAMES:
         keys = re.sub(r" \(.*\)|, such as .*|`", "", ours)
         for framework, cell in zip(FRAMEWORKS, others, strict=True):
@@ -249,10 +248,10 @@ def translations() -> Iterator[tuple[str, str, str]]:
 
 
 def _same_part(cell: str, name: str, keys: str) -> str:
-    """Return Echo's key for a name in a cell with several names.
+    """Return Echo's key for one of the names in a cell.
 
-    If the numbers of names and of `keys` are equal, they correspond in order. Otherwise return all
-    of `keys`.
+    If the cell has as many names as `keys` has keys, they correspond in order. Otherwise return all
+    keys.
     """
     names, ours = cell.split(", "), keys.split(", ")
     return ours[names.index(name)] if len(names) == len(ours) and name in names else keys

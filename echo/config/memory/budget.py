@@ -1,8 +1,7 @@
-"""Comparison of the memory that a role needs with the machine's memory.
+"""Compares the memory that a role needs with the machine's memory.
 
-The budget is a pure function of a footprint and of the machine's memory. `read_machine` reads the
-machine's memory. The budget suggests settings that save memory, each with the number of saved
-bytes.
+The budget is a pure function of a footprint and the machine's memory, which `read_machine` reads.
+The budget suggests settings that save memory, each with the number of saved bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from echo.config.schema import Config, show
 from echo.core.units import format_bytes
 
 ASSUMED_PROMPT_TOKENS = 512
-"""Assumed length of the longest prompt, for a node that has not read the task's data."""
+"""Assumed number of tokens of the longest prompt, for a node that has not read the task's data."""
 CHECKPOINTING: Mapping[bool | str, str] = {
     False: "",
     True: " and gradient checkpointing",
     "offload": " and gradient checkpointing with offloaded inputs",
 }
-"""Values of learner.gradient_checkpointing, from fast to slow, and how messages describe them."""
+"""Values of learner.gradient_checkpointing from fast to slow, with their text in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +37,12 @@ class Machine:
     host_bytes: int
     """Available main memory, bytes."""
     gpu_bytes: int | None = None
-    """Available memory of the GPU that the model runs on, bytes; None if it runs on the CPU."""
+    """Available memory of the model's GPU, bytes; None if the model runs on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A setting that would save memory, and the number of bytes that it would save."""
+    """A setting that saves memory, and the number of saved bytes."""
 
     setting: str
     """The setting as an argument of --set: section.key=value."""
@@ -52,31 +51,29 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The memory that a role needs, compared with the memory of the machine."""
+    """The memory that a role needs, compared with the machine's memory."""
 
     fits: bool
     line: str
     """The budget as one line of text."""
     items: tuple[Item, ...]
     needed_bytes: int
-    """Bytes needed in the memory that is too small. If no memory is too small, the bytes needed in
-    the model's memory."""
+    """Bytes needed in the memory that is too small. If everything fits, bytes needed in the model's
+    memory."""
     max_concurrent_rollouts: int | None = None
     """Number of rollouts that fit into a worker's memory; None for other roles."""
     gradient_checkpointing: bool | str = False
-    """The learner's gradient checkpointing, as the user set it or as the budget chose it."""
+    """The learner's gradient checkpointing, set by the user or chosen by the budget."""
     recompute_above: int = 0
-    """Number of tokens of the largest micro-batch whose activations fit. If gradient checkpointing
-    is "auto", the learner recomputes the activations of larger micro-batches.
-    """
+    """Number of tokens of the largest micro-batch whose activations fit into memory. With automatic
+    gradient checkpointing, the learner recomputes the activations of larger micro-batches."""
     has_versions_on_gpu: bool = False
     """Whether a learner keeps the last version on its GPU."""
     evaluation_bytes: int = 0
-    """Bytes that a learner of a single process may use for concurrent rollouts of held-out prompts.
-    This is half of the memory that is otherwise free, but at least the bytes of one rollout.
-    """
+    """Bytes that a single-process learner may use for rollouts of held-out prompts: half of the
+    free memory, but at least the bytes of one rollout."""
     remedies: tuple[Saving, ...] = ()
-    """Settings that each save memory, the mildest first; empty if everything fits or no setting
+    """Settings that save memory, the least harmful first. Empty if everything fits or if no setting
     helps."""
 
 
@@ -91,8 +88,8 @@ def memory_budget(
 ) -> Budget:
     """Return the memory that `role` needs, and settings that reduce it.
 
-    Settings are suggested if `machine` has too little memory. With several ranks the budget is that
-    of each rank, and `machine` is the share of one rank.
+    Settings are suggested if `machine` has too little memory. With several ranks, the budget is for
+    one rank, and `machine` is the share of one rank.
     """
     footprint = Footprint(
         config=config,
@@ -139,10 +136,10 @@ def memory_budget(
 
 
 def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
-    """Return the footprint of the fastest automatic settings with which a learner fits.
+    """Return the footprint of the fastest settings with which a learner fits into memory.
 
-    If none fits, return the footprint that needs the least memory. Versions in host memory do not
-    slow a step. Computing activations again slows a step by a third.
+    If no settings fit, return the footprint that needs the least memory. Moving versions to host
+    memory does not slow a step. Recomputing activations slows a step by a third.
     """
     chosen = footprint.config.learner.gradient_checkpointing
     choices = tuple(CHECKPOINTING)[: 3 if footprint.has_gpu else 2]
@@ -163,12 +160,12 @@ def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
 def _recompute_above(footprint: Footprint, own: _Memory) -> int:
     """Return the largest micro-batch, in tokens, whose activations fit.
 
-    Activations of larger micro-batches are recomputed. Kept activations take at most half of the
-    free memory. The evaluation takes the other half.
+    The learner recomputes the activations of larger micro-batches. Kept activations get at most
+    half of the free memory. The evaluation gets the other half.
 
     Args:
         footprint: the footprint of a learner with gradient checkpointing.
-        own: the memory with the model, and all of the learner's items in it.
+        own: the memory that holds the model, with the learner's items in this memory.
     """
     limit = own.needed_bytes + max(0, -own.missing_bytes) // 2
     plain = footprint.changed({"learner.gradient_checkpointing": False})
@@ -230,7 +227,7 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 
 
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
-    """Return settings that may save memory as (key, value), the mildest first.
+    """Return settings that may save memory, as (key, value), the least harmful first.
 
     The first settings change neither the results nor the speed of the run.
     """
@@ -252,8 +249,8 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
     """Return all remedies in order, and text on the remedies to use together.
 
-    Remedies are chosen in order until they suffice. A chosen remedy is then omitted if the others
-    suffice without it. If all remedies together do not suffice, this is stated in the text.
+    Remedies are chosen in order until they suffice. Then redundant remedies are removed. If all
+    remedies together do not suffice, the text says so.
     """
     now = _model_bytes(footprint)
 
@@ -288,9 +285,9 @@ def _bare(value: Any) -> str:
 
 
 def _model_bytes(footprint: Footprint) -> int:
-    """Return a learner's bytes that settings can change, in the model's memory.
+    """Return a learner's bytes in the model's memory that settings can change.
 
-    On a CPU this memory also holds the versions, which no setting changes.
+    On a CPU, the same memory also holds the versions, but their size is fixed.
     """
     return sum(item.num_bytes for item in footprint.learner_items() if item.is_on_gpu)
 
@@ -329,15 +326,15 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides whether all items fit.
 
-    This is main memory if the model is on a GPU and main memory is too small. Main memory holds
-    versions of the weights, which no setting makes smaller. Otherwise it is the model's memory.
+    If the model is on a GPU and main memory is too small, return main memory. It holds versions of
+    the weights, whose size is fixed. Otherwise return the model's memory.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)
 
 
 def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
-    """Return each memory of the machine with its items, the model's memory first."""
+    """Return each memory of the machine with the items in it, the model's memory first."""
     items = tuple(items)
     if machine.gpu_bytes is None:
         return [_Memory(items, machine.host_bytes)]
@@ -348,10 +345,10 @@ def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
 
 
 def read_machine(gpu_bytes: int | None = None) -> Machine:
-    """Return the memory, in bytes, that is available to this process.
+    """Return the memory that is available to this process.
 
     Args:
-        gpu_bytes: free bytes of the GPU that the model will run on; None if it will run on the CPU.
+        gpu_bytes: free bytes of the model's GPU; None if the model runs on the CPU.
     """
     available = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")  # psutil knows no limit of a container

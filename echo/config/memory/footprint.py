@@ -1,4 +1,4 @@
-"""Memory that each role needs, by the model's dimensions and the settings."""
+"""Computes the memory that each role needs from the model's dimensions and the settings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from echo.core.rollout import KEEP_VERSIONS, MAX_UNACKED_GROUPS
 
 _BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
 DRAWING_BYTES = 32
-"""Bytes per entry of the vocabulary while a rollout's token is drawn. engine/hf/engine.py has the
-same value, but importing that module would load torch."""
+"""Bytes per vocabulary entry while a token is drawn. engine/hf/engine.py has the same value, but
+importing that module would load torch."""
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
 """Bytes per trained parameter for AdamW's two moments, by optimizer.state. With "8bit" a moment has
@@ -26,10 +26,10 @@ PROCESS_BYTES: Mapping[Role, int] = {
     "worker": 500_000_000,
     "relay": 100_000_000,
 }
-"""Bytes of each role's interpreter and libraries before it loads a model; measured on a CPU."""
+"""Bytes of the interpreter and libraries before a model is loaded, by role; measured on a CPU."""
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
-"""GPU memory that is reserved for gaps between tensors, and for libraries and their workspaces."""
+"""GPU memory that is reserved for gaps between tensors, for libraries and for their workspaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Item:
     name: str
     num_bytes: int
     is_on_gpu: bool
-    """Whether the bytes are in the model's memory: the GPU's, if the model runs on a GPU."""
+    """Whether the item is in the model's memory. For a model on a GPU, this is GPU memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +53,17 @@ class Footprint:
     has_gpu: bool = False
     """Whether the model is on a GPU."""
     num_ranks: int = 1
-    """Number of processes over which the learner is sharded. All sizes are those of the first
+    """Number of processes over which the learner is sharded. All sizes are for the first
     process."""
     has_versions_on_gpu: bool = True
-    """Whether a learner keeps versions on its GPU, if `may_keep_versions`."""
+    """Whether a learner keeps versions on its GPU. It has an effect only if `may_keep_versions`."""
     has_tensors_alone: bool = False
-    """Whether to count only the tensors of a process on a CPU, without its other memory."""
+    """Whether to count only the tensors of a process on a CPU, without other memory."""
     tokens_in_a_pass: int | None = None
-    """Tokens of the micro-batch to budget for; None for the largest possible one."""
+    """Number of tokens of the micro-batch; None for the largest possible micro-batch."""
 
     def changed(self, changes: Mapping[str, Any]) -> Footprint:
-        """Return a copy of this footprint with other settings, by dotted key."""
+        """Return a copy of this footprint with changed settings, given by dotted key."""
         config = self.config
         for key, value in changes.items():
             name, _, field = key.partition(".")
@@ -85,7 +85,7 @@ class Footprint:
 
     @property
     def rollout_tokens(self) -> int:
-        """Number of tokens of the longest rollout, its prompt included."""
+        """Number of tokens of the longest rollout, including its prompt."""
         return self._step.rollout_tokens
 
     @property
@@ -96,20 +96,21 @@ class Footprint:
     def learner_items(self) -> tuple[Item, ...]:
         """Return a learner's items: model, optimizer, a micro-batch, versions.
 
-        Masters and gradients are float32. A model that computes in bfloat16 also has the rounded
-        weights. Its untrained weights (the base of an adapter, a reference) exist in bfloat16 only.
+        Master weights and gradients are float32. A model that computes in bfloat16 also needs the
+        weights rounded to bfloat16. Untrained weights (an adapter's base, a reference) exist only
+        in bfloat16.
 
-        For attribution the learner scores with a float32 model. Ranks shard all of these models in
-        float32, and round a layer to bfloat16 when they gather it.
+        Attribution needs another model in float32. Ranks shard all these models in float32, and
+        round a layer to bfloat16 when they gather the layer.
 
-        If the stored version cannot serve as the model for held-out prompts
-        (runtime/learner/setup.py), a separate model samples them. Ranks keep it in the host's
-        memory. The keys and values of one rollout are budgeted. More rollouts run if memory is
-        left.
+        Held-out prompts are sampled with the stored version's weights if possible
+        (runtime/learner/setup.py). Otherwise they need a separate model, which ranks keep in the
+        host's memory. The keys and values of one rollout are counted. With more memory, more
+        rollouts run.
 
-        A GPU with enough memory keeps the last version and compares the next one with it during a
-        step (engine/weights.py). A step of several updates first copies weights and moments to the
-        host, so that a failed step changes nothing.
+        A GPU with enough memory keeps the last version, and the next version is compared with it
+        during a step (engine/weights.py). A step of several updates first copies weights and
+        moments to the host, so that a failed step can be undone.
         """
         beside = self._sizes_beside_model()
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made
@@ -139,9 +140,9 @@ class Footprint:
         return -(-8 * self._largest_trained // self.num_ranks)
 
     def _sizes_with_model(self) -> dict[str, int]:
-        """Return a learner's bytes in the memory of the trained model, by name.
+        """Return the bytes of a learner's items in the trained model's memory, by name.
 
-        An entry is 0 if its bytes are not needed, or are in other memory.
+        An item is 0 if it is not needed or is in another memory.
         """
         config, num_params, step = self.config, self.facts.num_params, self._step
         is_rounded = step.compute_bytes == 2
@@ -179,7 +180,7 @@ class Footprint:
         return sizes
 
     def _sizes_beside_model(self) -> dict[str, int]:
-        """Return a learner's bytes in the host's memory, by name.
+        """Return the bytes of a learner's items in the host's memory, by name.
 
         All ranks are assumed to be on one machine.
         """
@@ -198,14 +199,14 @@ class Footprint:
 
     @property
     def may_keep_versions(self) -> bool:
-        """Whether a learner can keep versions on its GPU and encode the next there.
+        """Whether a learner can keep versions on its GPU and encode the next version there.
 
-        Only a learner of a single process that publishes deltas can do this.
+        This needs a learner of a single process that publishes deltas.
         """
         return self.has_gpu and self._step.is_alone and self.config.network.codec != "full"
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
-        """Return a worker's items before its first rollout."""
+        """Return the items of a worker before its first rollout."""
         num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
         return (
             Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
@@ -213,7 +214,7 @@ class Footprint:
         )
 
     def relay_items(self) -> tuple[Item, ...]:
-        """Return a relay's items: versions, and unacknowledged groups."""
+        """Return a relay's items: process, versions and unacknowledged groups."""
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
         num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
@@ -228,7 +229,7 @@ class Footprint:
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
 
     def _held_versions(self, role: Role) -> tuple[Item, ...]:
-        """Return a worker's or relay's items besides a model: process and versions."""
+        """Return the items that workers and relays share: process and versions."""
         sizes = {"process": PROCESS_BYTES[role], "encoded versions": self._encoded_bytes}
         items = [Item(name=name, num_bytes=size, is_on_gpu=False) for name, size in sizes.items()]
         return (self._versions(KEEP_VERSIONS), *(item for item in items if item.num_bytes))
@@ -237,7 +238,7 @@ class Footprint:
     def _encoded_bytes(self) -> int:
         """Return the bytes of the deltas that a node keeps for nodes that join late.
 
-        After some tens of versions these deltas together are as large as a whole version. So the
+        After some tens of versions, all deltas together are as large as a whole version. So the
         bytes of a whole version are counted.
         """
         return 0 if self.config.network.codec == "full" else self._bytes_per_version
@@ -251,10 +252,11 @@ class Footprint:
         return DTYPE_BYTES[self.config.model.dtype] * self._step.num_trained
 
     def _checkpoint_bytes(self, weights: int, moments: int) -> int:
-        """Return a checkpoint's bytes in the host's memory while it is written.
+        """Return the host memory, in bytes, that is needed while a checkpoint is written.
 
-        A single process copies the weights from its GPU and writes them, and then the moments.
-        Ranks copy weights and moments at once, and need the same memory again to gather them.
+        A single process first copies the weights from its GPU and writes them, and then the
+        moments. Ranks copy weights and moments together, and need the same memory again to gather
+        them.
         """
         if not self.has_gpu:
             return 0
@@ -263,9 +265,9 @@ class Footprint:
 
     @property
     def _largest_trained(self) -> int:
-        """Return the number of parameters of the largest trained tensor, 0 with an adapter.
+        """Return the number of parameters of the largest trained tensor; with an adapter, return 0.
 
-        All tensors of an adapter are small.
+        An adapter's tensors are too small to count.
         """
         facts = self.facts
         width = max(facts.vocab_size, facts.intermediate_size)
@@ -273,11 +275,11 @@ class Footprint:
 
     @property
     def evaluated_rollout_bytes(self) -> int:
-        """Return the bytes of one rollout of a held-out prompt in a learner.
+        """Return the bytes that a learner needs to sample one rollout of a held-out prompt.
 
-        These are the bytes for keys and values, and for drawing a token. While a layer's keys and
-        values grow by a token, they exist twice. So one more layer is counted. The result is 0
-        without evaluations. It is also 0 for several ranks, which use the host's free memory.
+        They hold keys and values, and the numbers from which a token is drawn. When a layer's keys
+        and values grow by a token, they exist twice, so one more layer is counted. The result is 0
+        without evaluations, and for several ranks, which use the host's free memory.
         """
         facts = self.facts
         if not (self._step.is_alone and self.config.eval.interval_steps):

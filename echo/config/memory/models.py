@@ -1,6 +1,6 @@
-"""Dimensions of a model, read from its directory.
+"""Reads a model's dimensions from the model's directory.
 
-Nothing here imports torch. A caller that needs the GPU's free memory has to measure it elsewhere.
+This module does not import torch, so it cannot measure a GPU's free memory.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ PACKED: Mapping[str, bool] = {
     "mistral3": False, "smolvlm": False,
 }  # fmt: skip
 """Families of models, by model_type, whose rollouts may share a row and a prompt (docs/models.md).
-The value is whether the family normalises the queries and keys of each head. For any other family
-both properties are unknown, so the larger need of memory is counted.
-"""
+The value is True if the family normalises the queries and keys of each head. For other families,
+these properties are unknown, so the larger memory is counted."""
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def find_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path | None:
-    """Return the model directory that a key names, None for a model on the hub.
+    """Return the model directory that a key's value names; None for a model on the hub.
 
     Raises:
         ConfigError: if a revision is set for a directory.
-        DataError: if there is no such directory, no model in it, or a quantised one.
+        DataError: if the directory is missing, contains no model, or contains a quantised model.
     """
     path = local_path(name)
     try:
@@ -98,10 +97,10 @@ def check_unquantised(directory: Path) -> None:
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
-    """Return the dimensions of a directory's model from its config.json.
+    """Return the dimensions of the model in a directory from the model's config.json.
 
-    Parameters are counted in the safetensors files, or estimated from the dimensions if files are
-    missing.
+    Parameters are counted in the safetensors files. If files are missing, the number is estimated
+    from the dimensions.
 
     Raises:
         DataError: if config.json is missing or damaged, or describes no causal language model.
@@ -150,9 +149,9 @@ def _dimension(dims: Mapping[str, Any], path: Path, *names: str, default: int | 
 
 
 def _count_stored(directory: Path) -> int:
-    """Return the number of parameters in safetensors files, 0 if files are missing.
+    """Return the number of parameters in the safetensors files. If files are missing, return 0.
 
-    In the hub's cache some files may be missing, or still being downloaded.
+    In the hub's cache, some files may be missing or incomplete.
     """
     paths = sorted(directory.glob("*.safetensors"))
     totals = [re.search(r"-of-(\d+)\.safetensors$", path.name) for path in paths]

@@ -1,12 +1,12 @@
-"""Memory of a training step, by the model's dimensions and the settings.
+"""Computes the memory of a training step from the model's dimensions and the settings.
 
-The sums are for pre-norm decoders with gated MLPs whose attention never stores its score matrix.
+The sums are for pre-norm decoders with gated MLPs and an attention that stores no score matrix.
 Buffers of a few MiB are left out. tests/train/test_footprint.py compares the sums with the tensors
-of real steps. bench/bench_memory.py compares them with the memory of real processes.
+of real steps, and bench/bench_memory.py with the memory of real processes.
 
-The memory of a step differs from moment to moment. The head's logits exist together with all
-activations. Most gradients exist only after the activations have been freed. So several moments are
-computed, and the largest sum counts.
+The memory changes during a step. The head's logits exist together with all activations. Most
+gradients exist only after the activations have been freed. So the memory is computed at several
+moments, and the largest sum counts.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number, by type."""
 
 VOCAB_CHUNK = 8192
-"""Columns of logits that exist at once; the value of kernels/logprob.py, which imports torch."""
+"""Number of columns of logits that exist at once. kernels/logprob.py has the same value, but
+importing that module would load torch."""
 MIN_SAVED = 0.2
-"""Rollouts share a prompt if this saves at least this share of their tokens (algo/batching.py)."""
+"""Smallest share of tokens that sharing a prompt must save (algo/batching.py)."""
 SIZES_PER_OCTAVE = 16
-"""Number of row sizes between a number of tokens and its double; as in algo/row_sizes.py."""
+"""Number of row sizes between N and 2 N tokens, as in algo/row_sizes.py."""
 NUM_ROW_SIZES = 16
-"""Approximate number of different row sizes in a run on a CPU. A run has more sizes if its rows
-hold few rollouts of very unequal lengths.
-"""
+"""Approximate number of different row sizes in a run on a CPU. Rows with few rollouts of very
+unequal lengths have more sizes."""
 FREED_BYTES = 64 << 20
-"""Bytes that a process on a CPU has freed and not yet returned: a quarter of GROWN_BYTES in
-engine/allocator.py. This layer cannot import that module.
-"""
+"""Bytes that a process on a CPU has freed but not yet returned to the system: a quarter of
+GROWN_BYTES in engine/allocator.py. This layer cannot import that module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The dimensions of a causal language model that determine its memory."""
+    """The dimensions of a causal language model, from which its memory is computed."""
 
     num_params: int
     """Number of parameters; tied parameters count once."""
@@ -53,7 +52,7 @@ class ModelFacts:
     has_head_norms: bool = True
     """Whether the model normalises the queries and keys of each head; True if unknown."""
     shares_prompts: bool = False
-    """Whether rollouts with the same prompt share it in a packed row; False if unknown."""
+    """Whether rollouts can share their prompt in a packed row; False if unknown."""
 
     @property
     def num_outside_layers(self) -> int:
@@ -63,19 +62,21 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """The sizes of the largest micro-batch, which determine a step's memory."""
+    """The sizes of a step's largest micro-batch."""
 
     num_tokens: int
-    """Tokens that go through the model: at least those of a rollout, at most those of a step."""
+    """Number of tokens in the micro-batch: at least the tokens of one rollout, at most those of a
+    step."""
     num_keys: int
-    """Keys that the tokens attend to; the keys of a shared prompt count once per completion."""
+    """Number of attention keys. The keys of a shared prompt count once per completion."""
     num_scored: int
-    """Tokens for which the head computes logits: the completion tokens."""
+    """Number of completion tokens, for which the head computes logits."""
     mask_bytes: int
-    """Bytes of the attention masks, if rollouts share a prompt on a CPU; all layers use the same
-    masks."""
+    """Bytes of the attention masks, which all layers share. They exist if rollouts share a prompt
+    on a CPU."""
     is_only: bool
-    """Whether this micro-batch is the whole step, so that no gradients exist before it."""
+    """Whether the step has only this micro-batch. Then no gradients exist before its backward
+    pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +90,16 @@ class StepFootprint:
     has_gpu: bool
     """Whether the model is on a GPU."""
     num_ranks: int
-    """Number of processes over which the learner is sharded. All sizes are those of the first
+    """Number of processes over which the learner is sharded. All sizes are for the first
     process."""
     has_tensors_alone: bool
-    """Whether to count only the tensors of a process on a CPU, without its other memory."""
+    """Whether to count only the tensors of a process on a CPU, without other memory."""
     tokens_in_a_pass: int | None
-    """Tokens of the micro-batch to budget for; None for the largest possible one."""
+    """Number of tokens of the micro-batch; None for the largest possible micro-batch."""
 
     @property
     def rollout_tokens(self) -> int:
-        """Number of tokens of the longest chain of a rollout, its prompt included."""
+        """Number of tokens of a rollout's longest chain, including the prompt."""
         return self.prompt_tokens + self.config.max_chain_tokens
 
     @property
@@ -131,9 +132,9 @@ class StepFootprint:
 
     @property
     def num_trained(self) -> int:
-        """Return the number of trained parameters: all, or the adapter's.
+        """Return the number of trained parameters: all parameters, or only the adapter's.
 
-        A target module outside the usual seven is assumed to be as large as the largest of them.
+        A target module with an unknown name is assumed to be as large as the MLP's modules.
         """
         facts, lora = self.facts, self.config.lora
         if not lora.rank:
@@ -149,23 +150,22 @@ class StepFootprint:
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
 
     def fullest_moment(self) -> dict[str, int]:
-        """Return a step's bytes besides the model at its fullest moment, by name."""
+        """Return the step's bytes besides the model when they are largest, by name."""
         moments = list(self._moments())
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
 
     def _moments(self) -> Iterator[dict[str, int]]:
-        """Yield a step's bytes besides the model at several moments, by name.
+        """Yield the step's bytes besides the model at several moments, by name.
 
         One of these moments needs the most memory. The first micro-batch starts without gradients.
-        When its backward pass reaches the last layer, the head's gradient exists. When it reaches
-        the first layer, all gradients except that layer's exist. In later micro-batches all
-        gradients exist.
+        When the backward pass reaches the last layer, the head's gradient exists. When the backward
+        pass reaches the first layer, all gradients exist except the gradients of this layer. In
+        later micro-batches, all gradients exist from the start.
 
-        The gradient of a tied head is kept in the type of the products until the gradient of the
-        embedding exists. Then both are added to the float32 gradient. On a CPU the process keeps
-        freed activations until it grows again, and reuses their memory for the first gradients of
-        layers.
+        A tied head's gradient is kept in the compute type until the embedding's gradient exists.
+        Then both gradients are added to the float32 gradient. A process on a CPU keeps the memory
+        of freed activations for a while, and reuses it for the first gradients of layers.
         """
         one = "one layer or head"
         if not self.is_alone:
@@ -216,12 +216,12 @@ class StepFootprint:
 
     @property
     def freed_bytes(self) -> int:
-        """Return the bytes of memory that a process on a CPU has freed, but holds."""
+        """Return the bytes that a process on a CPU has freed but not yet returned to the system."""
         return FREED_BYTES if self._keeps_freed and self.is_alone else 0
 
     @property
     def _keeps_freed(self) -> bool:
-        """Whether to count freed memory, which a process on a CPU keeps for a while."""
+        """Whether to count freed memory that a CPU process has not yet returned to the system."""
         return not (self.has_gpu or self.has_tensors_alone)
 
     @property
@@ -229,10 +229,10 @@ class StepFootprint:
         return -(-4 * self.num_trained // self.num_ranks)
 
     def _activation_bytes(self) -> int:
-        """Return the bytes of the tensors that one micro-batch keeps for its backward pass.
+        """Return the bytes that one micro-batch keeps for its backward pass.
 
-        With checkpointing these are the inputs of the layers. If the inputs are offloaded, only the
-        inputs of two successive layers are in this memory.
+        With checkpointing, the micro-batch keeps the inputs of the layers. If the inputs are
+        offloaded, only the inputs of two successive layers are in this memory.
         """
         if self.offloads_inputs:
             return min(2, self.facts.num_layers) * self.input_bytes // self.facts.num_layers
@@ -276,8 +276,8 @@ class StepFootprint:
     def _passing_bytes(self) -> int:
         """Return the bytes of gradients inside a layer during its backward pass.
 
-        They are two tensors of the MLP's inner width, or the gradients of a norm if those are
-        larger. On a GPU measurements did not show these bytes, since they reuse the memory of the
+        The bytes are those of two tensors of the MLP's inner width, or of a norm's gradients if the
+        latter are larger. On a GPU the result is 0, because the gradients reuse the memory of the
         layer's activations.
         """
         if self.has_gpu:
@@ -290,8 +290,8 @@ class StepFootprint:
     def code_bytes(self) -> int:
         """Bytes that a CPU caches for bfloat16 products.
 
-        For each size of a row, the cache copies a layer's weights and the head's columns that are
-        used at once.
+        For each row size, the CPU keeps a copy of one layer's weights and of one chunk of the
+        head's columns.
         """
         if not self._keeps_freed or self.compute_bytes != 2 or not self.is_alone:
             return 0
@@ -300,11 +300,11 @@ class StepFootprint:
         return NUM_ROW_SIZES * 2 * num_copied
 
     def _working_bytes_of_a_rank(self) -> int:
-        """Return the bytes that a rank needs only for a moment, at the fullest moment.
+        """Return the largest number of bytes that a rank needs for a short time within a step.
 
-        Three moments are compared. In the first a layer is computed again, and its gradients exist.
-        In the second the head is computed. In the third the gradients of embedding and head are
-        gathered, the activations are already freed, and no layer is gathered.
+        Three moments are compared. At the first moment, a layer is recomputed and its gradients
+        exist. At the second, the head is computed. At the third, the gradients of embedding and
+        head are gathered, after the activations and the gathered layers have been freed.
         """
         facts, width = self.facts, self.compute_bytes
         # Under an adapter neither of them has a gradient.
@@ -320,12 +320,15 @@ class StepFootprint:
     def _head_bytes(self) -> tuple[int, int]:
         """Return the bytes for log-probabilities in the forward and the backward pass.
 
-        In both passes kernels/torch_kernels.py holds the logits and the states. The forward pass
-        also holds the exponentials of the logits. In bfloat16 it also holds one chunk of the head
-        in float32. The backward pass also holds the float32 gradient of the states, and a float32
-        chunk of the head or of its gradient. In bfloat16 it also holds two 16-bit copies of the
-        logits. On a GPU in bfloat16, kernels/triton_kernels.py needs the same number of bytes in
-        both passes.
+        kernels/torch_kernels.py holds:
+
+            both passes  the logits and the states
+            forward      the exponentials of the logits; in bfloat16 a float32 chunk of the head
+            backward     the float32 gradient of the states, and a float32 chunk of the head or of
+                         the head's gradient; in bfloat16 two 16-bit copies of the logits
+
+        On a GPU in bfloat16, kernels/triton_kernels.py needs the same number of bytes in both
+        passes.
         """
         facts, rows = self.facts, self.largest.num_scored
         chunk, hidden = min(VOCAB_CHUNK, facts.vocab_size), facts.hidden_size
@@ -341,10 +344,7 @@ class StepFootprint:
         return forward, again + states + 4 * hidden * rows + part
 
     def unsharded_bytes(self) -> int:
-        """Return the bytes of the weights that a rank has gathered.
-
-        These weights are the embedding, the head and two layers.
-        """
+        """Return the bytes of the weights that a rank gathers: embedding, head and two layers."""
         return self.compute_bytes * (self.facts.num_outside_layers + 2 * self._params_per_layer)
 
     @property
@@ -368,16 +368,16 @@ class StepFootprint:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of each number in the learner's matrix products, 4 for "auto"."""
+        """Bytes per number in the learner's matrix products; 4 for "auto"."""
         return DTYPE_BYTES.get(self.config.learner.dtype, 4)
 
 
 def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) -> int:
     """Return the number of rollouts that share their prompt in one row.
 
-    They fill at most half of a micro-batch. The number is 1 if rollouts do not share prompts, or if
-    sharing saves too little. Completions of full length are assumed. With shorter completions
-    sharing saves more.
+    The rollouts fill at most half of a micro-batch. If rollouts do not share prompts, or if sharing
+    saves too little, the number is 1. Completions of full length are assumed, for which sharing
+    saves least.
     """
     completion = config.max_chain_tokens
     num_fitting = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion
