@@ -1,11 +1,11 @@
 """Bounds of messages: sizes, lengths, and ranges of values.
 
-Sender and receiver check the same numbers. The sender checks in `codec.encode`, the receiver in the
-decoder, before it uses a message. The ranges are wide enough for every honest node of any run.
-Other values would cost the receiver too much memory or time, or give an infinite result. Ranges
-with both ends also exclude NaN and the infinities.
+Sender and receiver check the same bounds. The sender checks a message in `codec.encode`, and the
+receiver in the decoder, before the message is used. The ranges are wide enough for every honest
+node. Values outside could cost the receiver too much memory or time, or give an infinite result.
+Ranges with both ends also exclude NaN and the infinities.
 
-The contents of a `dict[str, Any]` (settings, examples) are bounded only by the size of the message.
+Only the message size bounds the contents of a `dict[str, Any]` (settings, examples).
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from msgspec import Meta
 # --- sizes ---------------------------------------------------------------------------------------
 
 MAX_CHUNKS = 8
-"""Chunks of weights in one message, each in a frame."""
+"""Largest number of chunks of weights in one message. Each chunk is one frame."""
 MAX_FRAMES = 1 + MAX_CHUNKS
-"""Frames of a message, its header included."""
+"""Largest number of frames in a message, including the header."""
 MAX_HEADER_BYTES = 8 << 20
-"""Size of the header frame. The largest headers are those of Grants and of a Welcome."""
+"""Largest size of the header frame. Grants and Welcome have the largest headers."""
 MAX_LEASE_BYTES = 7 << 20
-"""Size of one lease, with prompt and example, in a header."""
+"""Largest size of one lease in a header, including prompt and example."""
 MAX_PAYLOAD_BYTES = 64 << 20
-"""Size of all payload frames together: of an inherited file, a group, a manifest or chunks."""
+"""Largest size of all payload frames together. They hold an inherited file, a group, a manifest or
+chunks."""
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
-"""Size of all frames together, and therefore of a single frame."""
+"""Largest size of all frames together, and therefore of a single frame."""
 
 # --- lengths of collections ----------------------------------------------------------------------
 
 MAX_LEASES = 1 << 14
-"""Leases in one message; no worker holds more."""
+"""Largest number of leases in one message, and of a worker."""
 MAX_RANGES = 1 << 16
-"""Ranges of chunks in one Fetch. A later Fetch requests further ranges."""
+"""Largest number of chunk ranges in one Fetch. A later Fetch requests further ranges."""
 MAX_NODES = 1 << 10
-"""Nodes in one field of a message: suspects, or the parents of a plan."""
+"""Largest number of nodes in one field of a message, such as the parents of a plan."""
 MAX_NAMES = 1 << 10
-"""Entries of a mapping by name: counters, hashes, settings."""
+"""Largest number of entries in a mapping by name, such as counters or settings."""
 MAX_MEMBERS = 1 << 16
-"""Rollouts of a group; the configuration has the same limit."""
+"""Largest number of rollouts in a group. The configuration has the same limit."""
 MAX_TOKENS = 1 << 24
-"""Tokens of a prompt or of a rollout; the configuration has the same limit."""
+"""Largest number of tokens in a prompt or a rollout. The configuration has the same limit."""
 
 # --- texts ---------------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 GroupId: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 10)]
-"""Index of a lease among its group's leases. A group is given up after some twenty leases."""
+"""Index of a lease among its group's leases. A group ends untrained after some twenty leases."""
 Seed: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -87,23 +88,24 @@ Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.79769
 
 
 def clamped_rate(bytes_per_s: float | None) -> float | None:
-    """Return a measured rate, limited to the range of `Rate`."""
+    """Return a measured rate, clamped to the range of `Rate`."""
     return None if bytes_per_s is None else min(max(bytes_per_s, MIN_RATE), MAX_RATE)
 
 
 # --- connections over a long link ----------------------------------------------------------------
 
 MAX_CONNECTIONS = 8
-"""Connections for the chunks of one parent. More did not increase the rate."""
+"""Largest number of connections to one parent for chunks. More connections did not increase the
+rate."""
 ONE_CONNECTION_RTT_S = 0.045
 """Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
-"""Round-trip time above ONE_CONNECTION_RTT_S that adds one connection. A link of 100 ms gets 6
-connections, which fill 1 Gbit/s. Fewer do not fill such a link, and 8 make it drop packets.
-"""
+"""Increase of the round-trip time that adds one connection. A link with 100 ms gets 6 connections,
+which fill 1 Gbit/s. With fewer connections the link is not filled. With 8 connections it drops
+packets."""
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:
-    """Return the number of connections for this round-trip time, at most `most`."""
+    """Return the number of connections for a round-trip time, at most `most`."""
     more = math.ceil((rtt_s - ONE_CONNECTION_RTT_S) / RTT_PER_CONNECTION_S)
     return min(most, max(1, 1 + more))

@@ -1,8 +1,9 @@
-"""The rollout buffer: accepted groups within the staleness bound, oldest first.
+"""Defines the rollout buffer: accepted groups within the staleness bound, oldest first.
 
-The buffer enforces promise 1. `take` returns only groups whose oldest trainable token has staleness
-<= max_staleness at this step. `evict` removes all other groups, each with a reason. Admission
-(`leases/grants/admission.py`) bounds the buffer to (S + 1) * B groups.
+The buffer enforces promise 1: `take` returns only groups whose oldest trainable token has staleness
+<= S at the step, where S is max_staleness. `evict` removes all other groups, each with a reason.
+With B groups per step, admission (`leases/grants/admission.py`) bounds the buffer to (S + 1) * B
+groups.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A group that was removed from the buffer without being trained."""
+    """A group that was removed from the buffer untrained."""
 
     group: Group
     reason: str
@@ -24,18 +25,17 @@ class Evicted:
 
 
 class StalenessBuffer:
-    """The groups that wait for training within the staleness bound, oldest first."""
+    """Holds the groups that wait for training within the staleness bound, oldest first."""
 
     def __init__(
         self, *, max_staleness: int, lineages: Sequence[Lineage], trims_stale: bool = False
     ) -> None:
-        """Start with an empty buffer.
+        """Make an empty buffer.
 
         Args:
             max_staleness: the bound S, inclusive.
-            lineages: the learner's lineages. Each new lineage has a new buffer.
-            trims_stale: whether stale tokens of a group are masked, so that the group can stay in
-                the buffer.
+            lineages: the learner's lineages. A new lineage starts with a new buffer.
+            trims_stale: whether to mask stale tokens, so that the group can stay in the buffer.
         """
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0
@@ -44,8 +44,7 @@ class StalenessBuffer:
         """Those tokens, and the tokens of groups that this buffer has removed as stale."""
         self.max_staleness = max_staleness
         self.admission_staleness = max_staleness
-        """The bound for granting new leases; lowering it does not affect groups in the buffer.
-        """
+        """The bound for granting new leases; lowering it does not affect groups in the buffer."""
         self.lineages = tuple(lineages)
         self._groups: dict[int, Group] = {}
         self._taken_at = -1
@@ -63,13 +62,13 @@ class StalenessBuffer:
     def num_unspent(self, *, step: int) -> int:
         """Return the number of groups in the buffer and in the present step.
 
-        The present step's groups were taken from the buffer at `step`. Admission adds this number
-        to the groups of the completed steps.
+        The groups of the present step were taken from the buffer at `step`. Admission adds this
+        number to the number of groups of completed steps.
         """
         return len(self._groups) + (self._num_taken if self._taken_at == step else 0)
 
     def put(self, group: Group) -> None:
-        """Add a group that is in the ledger, but not in the buffer."""
+        """Add a group that is recorded in the ledger and is not yet in the buffer."""
         if group.group_id in self._groups:
             raise ValueError(f"group {group.group_id} is in the buffer already")
         self._groups[group.group_id] = group
@@ -77,8 +76,8 @@ class StalenessBuffer:
     def evict(self, *, step: int) -> list[Evicted]:
         """Remove and return every group that cannot be trained at this step.
 
-        If `trims_stale` is set and only the first tokens of continued rollouts are stale, these
-        tokens are masked and the group stays.
+        With `trims_stale`, stale tokens at the start of continued rollouts are masked instead, and
+        their group stays.
         """
         evicted = []
         for group in list(self._groups.values()):
@@ -105,13 +104,13 @@ class StalenessBuffer:
         return True
 
     def take(self, num_groups: int, *, step: int) -> list[Group] | None:
-        """Remove and return the `num_groups` oldest groups, or None if there are too few.
+        """Remove and return the `num_groups` oldest groups. If there are too few, return None.
 
         Call `evict` first.
 
         Args:
             num_groups: the number of groups per step, B.
-            step: the learner's completed optimizer steps, without the next one.
+            step: the number of completed optimizer steps.
 
         Raises:
             ValueError: if one of these groups cannot be trained at this step.
@@ -138,7 +137,7 @@ class StalenessBuffer:
         """Undo the last `take` after its step failed.
 
         Args:
-            groups: the groups to put back, without groups that must not be trained.
+            groups: the groups to put back. Groups that must not be trained are left out.
             num_taken: the number of groups that `take` returned.
         """
         self._num_taken -= num_taken

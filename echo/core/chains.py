@@ -1,13 +1,14 @@
-"""Chains of a rollout: sequences of tokens sampled one after the other.
+"""Splits a rollout into chains: sequences of tokens sampled one after another.
 
-Most rollouts are one chain, in which each token follows the token before it. An agent that rewrites
-its history, or makes calls in parallel, samples in several chains. The tokens of all chains form a
-tree. A rollout stores this tree as a list of pieces. Within a piece each token follows the token
-before it. The first token of a piece may follow any earlier token. So chains share the tokens of
-their common beginning, and each sampled token is stored once.
+Most rollouts are one chain, in which each token follows the previous token. If an agent rewrites
+its history or makes parallel calls, the rollout has several chains. Their tokens form a tree, which
+a rollout stores as a list of pieces. Within a piece, each token follows the previous token. The
+first token of a piece may follow any earlier token. So chains share the tokens of their common
+beginning, and each sampled token is stored once.
 
-A place is a token's number in the completion. The prompt's tokens have negative places: -1 is its
-last token, -P its first. A token that follows the place -P - 1 has no token before it.
+A place is a token's number in the completion. The prompt's tokens have negative places: the last
+token has place -1 and the first token has place -P. A token that follows place -P - 1 has no
+previous token.
 
 Shapes: T completion tokens, P prompt tokens, K branches.
 """
@@ -22,33 +23,32 @@ import numpy as np
 import numpy.typing as npt
 
 Branches: TypeAlias = npt.NDArray[np.int32]
-"""[K, 2] (start, after), in the order of starts: the place where a piece starts, and the place of
-the token that it follows. The first piece starts at 0, follows the prompt, and is not listed.
-"""
+"""[K, 2] (start, after), ordered by start: the place where a piece starts, and the place of the
+previous token. The first piece starts at 0 after the prompt and is not listed."""
 
 Run = tuple[int, int]
 """Consecutive tokens: the place of the first token, and the place after the last token."""
 
 
 class Piece(NamedTuple):
-    """A run of completion tokens that were sampled one after the other."""
+    """A sequence of completion tokens that were sampled one after another."""
 
     start: int
     end: int
     """The place after the last token."""
     after: int
-    """The place of the token that the first token follows."""
+    """The place of the token before the piece's first token."""
 
 
 def no_branches() -> Branches:
-    """Return the branches of a rollout of one chain."""
+    """Return the empty branches of a rollout with a single chain."""
     return np.empty((0, 2), np.int32)
 
 
 def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
-    """Return what is wrong with the branches of a completion, or None.
+    """Return the error in a completion's branches, or None.
 
-    A branch may follow a token of the prompt. The length of the prompt is not checked.
+    A branch may follow a token of the prompt. The prompt's length is not checked.
     """
     if branches.dtype != np.int32 or branches.ndim != 2 or branches.shape[1] != 2:
         return f"{branches.dtype}{list(branches.shape)}, expected int32[K, 2]"
@@ -66,14 +66,14 @@ def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
 
 
 def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Return the place of the token that each completion token follows, [T]."""
+    """Return the place of each completion token's previous token, [T]."""
     before = np.arange(-1, num_tokens - 1)
     before[branches[:, 0]] = branches[:, 1]
     return before
 
 
 class HasBranches(Protocol):
-    """A rollout, or another completion whose tokens may form a tree."""
+    """A rollout or another completion; the tokens may form a tree."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -83,7 +83,7 @@ class HasBranches(Protocol):
 
 
 class Tree:
-    """The pieces of a completion, and the tokens that come before each piece."""
+    """The pieces of a completion, and the previous tokens of each piece."""
 
     @classmethod
     def of(cls, rollout: HasBranches, *, num_prompt: int) -> Self:
@@ -104,7 +104,7 @@ class Tree:
         return piece.end - 1 in self._followed
 
     def way_to(self, piece: Piece) -> list[Run]:
-        """Return the tokens before a piece as runs, from the prompt on.
+        """Return the tokens from the prompt's start up to a piece, as runs.
 
         A run lies within the prompt or within one piece.
         """
@@ -119,7 +119,7 @@ class Tree:
 
     @property
     def chains(self) -> list[list[Run]]:
-        """All chains, each as a list of runs that begins with the prompt.
+        """All chains. Each chain is a list of runs that begins with the prompt.
 
         A chain ends with a piece that no other piece continues.
         """

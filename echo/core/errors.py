@@ -1,4 +1,4 @@
-"""The tree of errors that Echo raises on purpose.
+"""Defines the exceptions that Echo raises on purpose.
 
 EchoError
 ├── ConfigError            a setting is wrong: where, what, and the remedy
@@ -42,11 +42,11 @@ class ProtocolError(EchoError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This process tried to break the protocol's rules, which is a bug."""
+    """This process broke the protocol's rules because of a bug."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """A peer broke the protocol's rules. This is counted and refused, never fatal."""
+    """A peer broke the protocol's rules. Its message is counted and refused."""
 
 
 class ForgedError(RemoteProtocolError):
@@ -62,7 +62,7 @@ class StorageError(EchoError):
 
 
 class RefusedError(EchoError):
-    """The learner refused this node, and a retry would be refused, too."""
+    """The learner refused this node for good. A retry would be refused, too."""
 
 
 class PlanError(EchoError):
@@ -74,11 +74,11 @@ class EngineError(EchoError):
 
 
 class RankError(EchoError):
-    """A process of a sharded training failed, so the others cannot go on."""
+    """A process of a sharded training failed, so the other processes cannot continue."""
 
 
 class DivergedError(EchoError):
-    """The policy has diverged, and training ends as the user wished."""
+    """The policy has diverged, and the user's settings end the training."""
 
     def __init__(self, text: str, *, good_step: int) -> None:
         super().__init__(text)
@@ -86,11 +86,11 @@ class DivergedError(EchoError):
 
 
 class RolledBackError(EchoError):
-    """The learner has to resume from a checkpoint before a divergence."""
+    """The learner must resume from a checkpoint before a divergence."""
 
 
 def in_one(what: str, problems: Iterable[str]) -> str:
-    """Return an error message that lists the problems of `what`, each once."""
+    """Return an error message that lists the distinct problems of `what`."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]
@@ -98,5 +98,5 @@ def in_one(what: str, problems: Iterable[str]) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to a word, if any is similar."""
+    """Return the candidate that is most similar to `word`; None if no candidate is similar."""
     return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)), None)

@@ -1,7 +1,7 @@
-"""The installed version of Echo, and packages that only some features need.
+"""Finds the installed version of Echo, and imports packages that only some features need.
 
-In a checkout bin/echo-setup installs packages. Elsewhere pip installs the requirements that Echo's
-metadata lists. The pip command does not name Echo itself, because Echo is on no package index.
+In a checkout, bin/echo-setup installs packages. Otherwise pip installs the requirements in Echo's
+metadata. The pip command lists these requirements, because Echo is on no package index.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from echo.core.paths import local_path
 DISTRIBUTION = "echo-rl"
 CHECKOUT = Path(__file__).resolve().parents[2]
 ROLES = ("learner", "worker", "relay")
-"""Names of roles that are names of extras, too."""
+"""Names of roles. "learner" and "worker" are also names of extras."""
 STAMP = ".echo-setup"
-"""A file that bin/echo-setup writes into each environment that it makes."""
+"""Name of the file that bin/echo-setup writes into each new environment."""
 
 
 def version() -> str:
-    """Return Echo's name and version, even beside another package called echo."""
+    """Return Echo's name and version. Another package called echo cannot change the result."""
     # In a checkout echo/__init__.py is ours, and newer than the metadata of an earlier
     # installation. Among installed packages, another package called echo may have overwritten it.
     if not (CHECKOUT / "pyproject.toml").exists():
@@ -40,7 +40,7 @@ def version() -> str:
 
 
 def program(name: str) -> str:
-    """Return the path of a program of Echo, relative if possible."""
+    """Return the path of an Echo program; the path is relative if possible."""
     own, near = CHECKOUT / "bin" / name, Path("bin") / name
     if not own.exists():
         return name
@@ -48,14 +48,15 @@ def program(name: str) -> str:
 
 
 def command(name: str, *, elsewhere: bool = False) -> str:
-    """Return the command line that runs a command of Echo.
+    """Return the command line that runs an Echo command.
 
-    In a checkout this is `bin/echo-node`. With an installed package it is `echo-rl node`.
+    For the command `node`, this is `bin/echo-node` in a checkout, and `echo-rl node` with an
+    installed package.
 
     Args:
         name: the command.
-        elsewhere: whether the line is for another machine. Then the path is relative to the
-            checkout there.
+        elsewhere: whether the command line is for another machine. If True, the path is relative to
+            the other machine's checkout.
     """
     script, is_installed = f"echo-{name}", Path(sys.argv[0]).name == DISTRIBUTION
     if is_installed or not (CHECKOUT / "bin" / "echo-rl").exists():
@@ -66,9 +67,9 @@ def command(name: str, *, elsewhere: bool = False) -> str:
 
 
 def models_directory() -> Path:
-    """Return the directory for models that Echo makes.
+    """Return the directory for the models that Echo makes.
 
-    The directory is in the checkout, or in the user's cache for an installed package.
+    The directory is in the checkout. For an installed package, it is in the user's cache.
     """
     if (CHECKOUT / "pyproject.toml").exists():
         place = CHECKOUT / "build" / "models"
@@ -110,8 +111,8 @@ def import_extra(module: str, *, extra: str, wanted_by: str) -> ModuleType:
         wanted_by: the setting or output that needs the module, for the error message.
 
     Raises:
-        ConfigError: if the module is missing or cannot be imported. The message has cause and
-            remedy.
+        ConfigError: if the module is missing or cannot be imported. The message names the cause and
+            the remedy.
     """
     try:
         return importlib.import_module(module)
@@ -147,8 +148,8 @@ def _is_installed(requirement: str) -> bool:
 def _requirements(extra: str) -> set[str]:
     """Return the requirements that Echo's metadata lists for an extra.
 
-    Requirements of the extras that this extra includes are listed, too. "relay" is not an extra,
-    since a relay needs only the requirements of every installation.
+    The list contains the requirements of included extras. "relay" is not an extra: a relay needs
+    only the requirements of every installation.
     """
     try:
         lines = metadata.requires(DISTRIBUTION) or []

@@ -1,4 +1,4 @@
-"""The price of a machine, which its node states when it joins."""
+"""Defines the price of a machine. A node states this price when it joins."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     """The price of a machine. By default no price is stated."""
 
     per_h: Money | None = None
-    """$ per hour from joining until the machine is given back; None if it is not stated."""
+    """$ per hour from joining until the machine is given back; None if no price is stated."""
     per_gb: Money = 0.0
     """$ per 1e9 bytes in and out of the machine."""
     losses_per_h: Money = 0.0
-    """Expected number of times per hour that a spot machine like this one is taken away."""
+    """Expected number of preemptions per hour of a spot machine like this machine."""
 
     def __post_init__(self) -> None:
-        """Refuse prices outside the allowed range, since they come from peers."""
+        """Refuse prices outside the allowed range. Prices may come from peers."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1e9:

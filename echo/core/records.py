@@ -1,7 +1,6 @@
-"""The ledger records that the lease scheduler makes.
+"""Defines the ledger records that the lease scheduler makes.
 
-The scheduler has no access to files, so its records are defined here. `echo/records/ledger.py`
-defines the other records, and writes all records.
+`echo/records/ledger.py` defines the other records, and writes all records to the file.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ class Record(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True)
     """An event of the run, as the ledger stores it."""
 
     at: float = 0.0
-    """Unix time of the event in seconds. If it is 0, `append` sets it."""
+    """Unix time of the event in seconds; `append` replaces 0 by the present time."""
 
 
 class Granted(Record, tag="granted"):
@@ -27,11 +26,11 @@ class Granted(Record, tag="granted"):
     version: PolicyVersion | None = None
     """The version that the worker had installed when the lease was granted."""
     copy_of: int | None = None
-    """The number of the attempt that this lease repeats on a faster worker, or None."""
+    """The number of the attempt that this lease duplicates on a faster worker, or None."""
 
 
 class Cancelled(Record, tag="cancelled"):
-    """A lease was ended, since another attempt at its group was accepted first."""
+    """A lease was cancelled because another attempt at its group was accepted first."""
 
     group: int
     attempt: int
@@ -50,7 +49,7 @@ class Refused(Record, tag="refused"):
 
 
 class Discarded(Record, tag="discarded"):
-    """A group ended untrained, and will not be granted again."""
+    """A group ended untrained and will not be granted again."""
 
     group: int
     reason: str

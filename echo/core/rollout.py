@@ -1,7 +1,7 @@
-"""Policy versions, rollouts and groups, made of numpy arrays.
+"""Defines policy versions, rollouts and groups, based on numpy arrays.
 
-Shapes: T completion tokens, P prompt tokens, G group size. Nothing here imports torch, which a
-relay does not install.
+Shapes: T completion tokens, P prompt tokens, G group size. This module does not import torch, which
+a relay does not install.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """A non-negative int32. Each token has its version as two int32."""
 
 KEEP_VERSIONS = 2
-"""Number of whole versions that a node keeps: the version in use and the previous version. The
-previous version is the base of deltas, and children may still fetch it.
-"""
+"""Number of whole versions that a node keeps: the version in use and the previous version. Deltas
+need the previous version as their base, and children may still fetch it."""
 
 MAX_UNACKED_GROUPS = 64
-"""Largest number of finished groups that a worker keeps until the learner has them, and that a
-relay buffers. A full engine has several times fewer groups, so a slow disk does not interrupt
-sampling. The groups take little memory (2 MB each at 16 rollouts of 8192 tokens)."""
+"""Largest number of finished groups that a worker keeps until the learner acknowledges them, and
+that a relay buffers. The number is several times larger than a full engine, so that a slow disk
+does not interrupt sampling. A group takes little memory: 2 MB for 16 rollouts of 8192 tokens."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The name of a set of weights: a lineage of the learner, and a step in it.
+    """The name of a set of weights: a lineage of the learner, and a step in this lineage.
 
     Versions are ordered by lineage first. Every version of a newer lineage supersedes all versions
     of older lineages.
@@ -43,14 +42,14 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     lineage: Int32
     """Number of the learner's lineage: 1 for a new run, plus 1 at each resume."""
     step: Int32
-    """Optimizer steps made to reach these weights. The initial weights have step 0."""
+    """Number of optimizer steps that made these weights. The initial weights have step 0."""
 
     def __str__(self) -> str:
         return f"v{self.step}" if self.lineage == 1 else f"v{self.step}/L{self.lineage}"
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """An uninterrupted history of the learner, branched off the previous one."""
+    """An uninterrupted history of the learner that forked from the previous lineage."""
 
     lineage: Int32
     fork_step: Int32
@@ -61,8 +60,8 @@ class Lineage(msgspec.Struct, frozen=True):
 def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
     """Return whether a version belongs to the history of the last lineage.
 
-    A version exists if its step is not before its lineage's fork. A version survives if no later
-    lineage forked before its step.
+    A version exists if its step is at or after its lineage's fork. A version survives if each later
+    lineage forked at or after the version's step.
     """
     is_known = False
     for lineage in lineages:
@@ -78,11 +77,11 @@ class Tokens:
     """Completion tokens with log-probabilities, versions and masks."""
 
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[T] sampled ids, the stop token included."""
+    """[T] sampled ids, including the stop token."""
     sampler_logprobs: npt.NDArray[np.float32] = field(
         default_factory=lambda: np.empty(0, np.float32)
     )
-    """[T] natural-log probability of each id under the distribution that was sampled from, nats."""
+    """[T] natural logarithm of each id's probability in the sampled distribution, nats."""
     policy_versions: npt.NDArray[np.int32] = field(
         default_factory=lambda: np.empty((0, 2), np.int32)
     )
@@ -90,34 +89,35 @@ class Tokens:
     completion_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     """[T] True if the policy sampled the token and training may use the token."""
     support: TokenSets | None = None
-    """The ids that each token was drawn from; None if all could have been drawn."""
+    """The ids from which each token was drawn; None if every id could be drawn."""
     likely: TokenSets | None = None
-    """The sampler's most likely ids of each token, with log-probabilities; None if not needed."""
+    """The sampler's most likely ids for each token, with log-probabilities; None if the loss does
+    not need them."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, masked ones included."""
+        """Number of tokens, including masked tokens."""
         return int(self.token_ids.shape[0])
 
 
 NO_OPINION = math.nan
-"""The reward of a rollout that the task cannot score. `scored_part` leaves such rollouts out."""
+"""The reward of a rollout that the task could not score. `scored_part` leaves out such rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout(Tokens):
-    """A finished answer of at least one token, with its reward."""
+    """A finished answer of at least one token, and its reward."""
 
     reward: float
     """The reward, or NO_OPINION if the task cannot score the rollout."""
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The named parts whose sum is the reward; empty if the reward has no parts. If `reward` is a
-    PartedReward, the parts are taken from it."""
+    """The named parts of the reward; empty if the reward has no parts. By default they are the
+    parts of a PartedReward."""
     branches: Branches = field(default_factory=no_branches)
-    """[K, 2] where the chains of an agent's tokens branch off (core/chains.py); empty if each token
-    follows the one before it."""
+    """[K, 2] the branches between an agent's chains of tokens (core/chains.py). Empty if each token
+    follows the previous token."""
 
     def __post_init__(self) -> None:
         num_tokens = self.token_ids.shape[0] if self.token_ids.ndim == 1 else -1
@@ -168,10 +168,10 @@ def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one prompt, granted, delivered and admitted together."""
+    """The rollouts of one prompt, which are leased, delivered and admitted together."""
 
     group_id: int
-    """Serial number of the group in the run. A prompt that is drawn twice has two groups."""
+    """Serial number of the group in the run. If a prompt is drawn twice, it has two groups."""
     attempt: int
     """Number of the lease that produced the group, from 0."""
     worker_id: str
@@ -213,7 +213,7 @@ class Group:
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
-        """The version that determines the group's staleness, None without trainable tokens."""
+        """The version that determines the group's staleness; None without trainable tokens."""
         return self.versions[0] if self.versions else None
 
     @property
@@ -223,7 +223,7 @@ class Group:
 
     @property
     def num_trained(self) -> int:
-        """Number of completion tokens of all rollouts that may be trained on."""
+        """Number of trainable completion tokens of all rollouts."""
         return sum(int(np.count_nonzero(rollout.completion_mask)) for rollout in self.rollouts)
 
     @property
@@ -233,11 +233,11 @@ class Group:
 
 
 def scored_part(group: Group) -> Group | None:
-    """Return a group without the rollouts that the task cannot score.
+    """Return a group without the rollouts that the task could not score.
 
     Returns:
-        The group. None if rollouts were left out and fewer than two remain, because an advantage
-        compares several rewards.
+        The group. If rollouts were left out and fewer than two remain, the result is None, because
+        an advantage compares several rewards.
     """
     scored = tuple(rollout for rollout in group.rollouts if not math.isnan(rollout.reward))
     if len(scored) == len(group.rollouts):
@@ -260,13 +260,13 @@ def staleness_of(group: Group, *, step: int) -> int:
 
 
 def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
-    """Return a copy of a group with tokens beyond the staleness bound masked.
+    """Return a copy of a group in which tokens beyond the staleness bound are masked.
 
-    Continued rollouts may have such tokens.
+    A rollout that continues after a change of weights may have such tokens.
 
     Returns:
-        The copy. None if no token is beyond the bound. Also None if a rollout would lose all its
-        trainable tokens.
+        The copy. None if no token is beyond the bound, or if a rollout would lose all trainable
+        tokens.
     """
     rollouts = []
     for rollout in group.rollouts:
@@ -283,7 +283,7 @@ def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
 def find_fault(
     group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
 ) -> str | None:
-    """Return why a group must not be trained at a step, or None."""
+    """Return the reason why a group must not be trained at a step, or None."""
     versions = group.versions
     if not versions:
         return "no_trainable_token"
@@ -297,7 +297,8 @@ def find_fault(
 
 
 MAX_LOGPROB = 1e-3
-"""Largest valid log-probability. Slightly positive values come from rounding."""
+"""Largest valid log-probability. It is above 0, because rounding makes some values slightly
+positive."""
 
 
 StaleTokens = Literal["keep", "mask", "drop"]
@@ -305,19 +306,18 @@ StaleTokens = Literal["keep", "mask", "drop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialRollout(Tokens):
-    """An answer that may be unfinished, and can be continued by another engine call."""
+    """An answer that may be unfinished. Another engine call can continue it."""
 
     finish_reason: str = ""
     """"stop" or "length"; empty while the answer is unfinished."""
     num_segments: int = 0
-    """Number of engine calls that have sampled for this answer, including calls whose tokens were
-    dropped."""
+    """Number of engine calls for this answer, including calls whose tokens were dropped."""
 
     @property
     def versions(self) -> list[PolicyVersion]:
         """The distinct versions of the answer's tokens, oldest first.
 
-        Masked tokens count, too.
+        Versions of masked tokens are included.
         """
         return _distinct(self.policy_versions)
 
@@ -356,7 +356,7 @@ class PartialRollout(Tokens):
     def reset(self) -> PartialRollout:
         """Return a copy of the answer without its tokens.
 
-        The number of segments is kept, so that the next segment has a new seed.
+        The number of segments stays the same, so that the next segment has a new seed.
         """
         return PartialRollout(num_segments=self.num_segments)
 
@@ -369,7 +369,8 @@ class PartialRollout(Tokens):
     def rollout(self, reward: float, *, stale_tokens: StaleTokens) -> Rollout:
         """Return the finished answer as a rollout with this reward.
 
-        If `stale_tokens` is "mask", only tokens sampled by the last token's version stay trainable.
+        If `stale_tokens` is "mask", only tokens that the last token's version sampled stay
+        trainable.
         """
         finished = self
         if stale_tokens == "mask":

@@ -1,7 +1,7 @@
-"""Tables of states: for each state and each kind of event, a move.
+"""Defines state tables: a move for each pair of a state and a kind of event.
 
-A table has an entry for every pair of state and event. The event changes the state, is ignored, or
-is impossible. If an impossible event occurs, this node has a bug.
+A move changes the state, ignores the event, or declares the event impossible. If an impossible
+event occurs, this node has a bug.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ State = TypeVar("State", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move(Generic[State]):
-    """The effect of an event that occurs in a state."""
+    """The effect of an event in a state."""
 
     then: State | None = None
-    """The next state; None if the state stays."""
+    """The next state; None if the state does not change."""
     handle: Callable[..., None] | None = None
-    """The function to call after the state has changed; None if there is nothing to call."""
+    """The function to call after the change of state; None if there is no function."""
 
 
 IGNORED: Move[Any] = Move()

@@ -1,12 +1,12 @@
-"""Deadlines, pacing and bounded maps for thousands of nodes.
+"""Provides deadlines, pacing and bounded maps for thousands of nodes.
 
-* `Paced` limits how often the learner does work that concerns all nodes, such as granting leases
-  and planning links. Nearly every message requests such work. In a small fleet the work is done
-  at once. In a large fleet the interval between two runs grows with the number of nodes. So the
-  cost per second stays constant.
-* `Deadlines` finds the earliest of many moving deadlines without a search through all of them.
+* `Paced` limits how often the learner does work on all nodes, such as granting leases and planning
+  links. Nearly every message requests such work. In a small fleet, the work is done at once. In a
+  large fleet, the interval between two runs grows with the number of nodes, so the cost per second
+  stays constant.
+* `Deadlines` finds the earliest of many moving deadlines without searching all of them.
 * `OncePerMinute` limits the rate of log lines about misbehaving peers.
-* `earliest` returns the earliest of a few instants. Roles call it after every message.
+* `earliest` returns the earliest of a few instants. Roles call this function after every message.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Value = TypeVar("Value")
 
 
 class RecentMap(Generic[RecentKey, Value]):
-    """A map that keeps the last `max_entries` entries.
+    """A map that keeps only the last `max_entries` entries.
 
-    It stays bounded even if peers' messages add entries.
+    So peers cannot fill the memory with entries.
     """
 
     def __init__(self, *, max_entries: int) -> None:
@@ -48,7 +48,7 @@ class RecentMap(Generic[RecentKey, Value]):
         return self._entries.get(key)
 
     def as_dict(self) -> dict[RecentKey, Value]:
-        """Return the entries as a dict, in the order in which they were written."""
+        """Return the entries as a dict, in the order of writing."""
         return dict(self._entries)
 
     def discard(self, key: RecentKey) -> None:
@@ -62,19 +62,18 @@ class RecentMap(Generic[RecentKey, Value]):
 
 
 MANY_NODES = 64
-"""Largest number of nodes with which the work of a `Paced` is never delayed."""
+"""Largest number of nodes for which `Paced` never delays the work."""
 
 MINUTE_S = 60.0
 MAX_LINES = 100
-"""Lines per minute about all peers together. A limit per peer is not enough, since a peer can
-invent names.
-"""
+"""Largest number of lines per minute for all peers together. A limit per peer is not sufficient,
+because a peer can invent names."""
 
 Key = TypeVar("Key")
 
 
 def earliest(*instants: float | None) -> float | None:
-    """Return the earliest instant, ignoring None.
+    """Return the earliest instant; ignore None.
 
     The result is None if all instants are None.
     """
@@ -86,14 +85,14 @@ def earliest(*instants: float | None) -> float | None:
 
 
 class Paced:
-    """Work that is requested often and done at a limited rate."""
+    """Work that is requested often but done at a limited rate."""
 
     def __init__(self, node_s: float) -> None:
-        """Start with no requested run.
+        """Make work without a requested run.
 
         Args:
-            node_s: seconds per node. In a large fleet two runs are at least `node_s` times the
-                number of nodes apart.
+            node_s: seconds per node. In a large fleet, the interval between two runs is at least
+                `node_s` times the number of nodes.
         """
         self._node_s = node_s
         self._done_at = -math.inf
@@ -103,7 +102,7 @@ class Paced:
     def may(self, num_nodes: int, *, now: float) -> bool:
         """Return whether the work may run now.
 
-        If not, set `deadline` to the time when it may.
+        If the work may not run now, set `deadline` to the time when it may run.
         """
         pause_s = self._node_s * num_nodes if num_nodes > MANY_NODES else 0.0
         if now >= self._done_at + pause_s:
@@ -123,9 +122,9 @@ class Paced:
 
 
 class OncePerMinute:
-    """Limits log lines per minute: one for each peer and reason, MAX_LINES in all.
+    """Limits log lines: per minute, one for each peer and reason, and MAX_LINES in total.
 
-    Omitted lines are counted. The next line for the same peer and reason contains their number.
+    The next line for the same peer and reason contains the number of omitted lines.
     """
 
     def __init__(self) -> None:
@@ -136,7 +135,7 @@ class OncePerMinute:
         self._num_lines = 0
 
     def line(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
-        """Return the line to log about a peer, or None to omit it."""
+        """Return the line to log about a peer, or None if the line is omitted."""
         logged_at, num_left_out = self._logged.get((peer, reason)) or (-math.inf, 0)
         if now >= self._minute_at + MINUTE_S:
             self._minute_at, self._num_lines = now, 0
@@ -152,27 +151,27 @@ Item = TypeVar("Item", contravariant=True)
 
 
 class DeadlineOwner(Protocol[Item]):
-    """The object that has the current deadlines of the items."""
+    """Returns the current deadlines of items."""
 
     def deadline_of(self, item: Item) -> float | None:
-        """Return the current deadline of an item, None if it has ended."""
+        """Return the current deadline of an item; None if the item has ended."""
 
 
 class Deadlines(Generic[Key]):
     """Items whose deadlines may move to later instants, ordered by deadline.
 
-    When an item's stored deadline is the earliest, the owner is asked for the current one. If it
-    has moved, the current deadline is stored. A deadline must not move to an earlier instant.
+    If an item has the earliest stored deadline, its owner returns the current deadline. If the
+    current deadline is later, it is stored instead. A deadline must not move to an earlier instant.
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:
-        """Start without items. `owner` is asked for the current deadlines."""
+        """Make an empty collection. `owner` returns the current deadlines."""
         self._owner = owner
         self._heap: list[tuple[float, int, Key]] = []
         self._serial = 0
 
     def add(self, item: Key) -> None:
-        """Watch an item until it has ended or its deadline is reached."""
+        """Watch an item until the item has ended or its deadline is reached."""
         at = self._owner.deadline_of(item)
         if at is not None:
             self._serial += 1
@@ -180,7 +179,7 @@ class Deadlines(Generic[Key]):
 
     @property
     def first(self) -> float | None:
-        """Return the earliest deadline of all items, None without items."""
+        """Return the earliest deadline of all items; None without items."""
         heap = self._heap
         while heap:
             at, serial, item = heap[0]
@@ -194,7 +193,7 @@ class Deadlines(Generic[Key]):
         return None
 
     def take_due(self, *, now: float) -> list[Key]:
-        """Remove and return the items whose deadlines are reached, in order."""
+        """Remove and return the items with reached deadlines, in order of their deadlines."""
         due = []
         while (first := self.first) is not None and first <= now:
             due.append(heapq.heappop(self._heap)[2])

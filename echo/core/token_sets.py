@@ -1,15 +1,16 @@
-"""Sets of token ids, one for each token of a rollout.
+"""Stores one set of token ids for each token of a rollout.
 
-A rollout has two kinds of sets, each only if the learner asks for it:
+A rollout may have two kinds of sets. Each kind is recorded only if the learner requests it:
 
-    support   the ids that could have been drawn: top-k, top-p and min-p did not remove them. The
-              learner scores the token on this set, so that learner and sampler compute its
-              probability in the same distribution. Up to `min_tokens` tokens, every id except
-              the stop tokens' can be drawn. Such a set is recorded by its missing ids.
+    support   the ids that could be drawn: top-k, top-p and min-p did not remove them. The learner
+              scores the token on this set, so that learner and sampler compute its probability in
+              the same distribution. Before `min_tokens` tokens, every id except the stop tokens
+              can be drawn. Such a set is recorded by its missing ids.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
-              the loss need.
+              the loss need
 
-A set is recorded while its token is sampled. The learner's own logits would give another set.
+A set is recorded when its token is sampled, because the learner's logits would give a different
+set.
 
 Shapes: T tokens, M ids of all sets together.
 """
@@ -23,12 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_SET_IDS = 1 << 14
-"""The largest number of ids in a set. A larger set is not recorded, and its size is TOO_LARGE."""
+"""The largest number of ids in a set. A larger set is not recorded; its size is TOO_LARGE."""
 
 NOT_RECORDED = 0
-"""The size of a set that was not recorded, because any id could have been drawn or no id was
-sampled.
-"""
+"""The size of a set that was not recorded: every id could be drawn, or no id was sampled."""
 
 TOO_LARGE = -1
 """The size of a set with more than MAX_SET_IDS ids, which is sent without ids."""
@@ -38,7 +37,7 @@ MAX_LACKING_IDS = 1 << 10
 
 
 def size_lacking(num_ids: int) -> int:
-    """Return the entry of `sizes` for a set that lacks `num_ids` >= 1 ids."""
+    """Return the value of `sizes` for a set that is recorded by its `num_ids` >= 1 missing ids."""
     return TOO_LARGE - num_ids
 
 
@@ -48,21 +47,19 @@ class TokenSets:
 
     sizes: npt.NDArray[np.int32]
     """[T] number of ids of each set. For a set without recorded ids the value is NOT_RECORDED or
-    TOO_LARGE. For a set that is recorded by its n missing ids the value is `size_lacking(n)`.
-    """
+    TOO_LARGE. For a set that is recorded by its n missing ids the value is `size_lacking(n)`."""
     ids: npt.NDArray[np.int32]
     """[M] the ids of all sets in the order of the tokens, ascending within a set."""
     logprobs: npt.NDArray[np.float32] | None = None
-    """[M] log-probability of each id under the distribution that was sampled from, nats; None if
-    only the ids are recorded.
-    """
+    """[M] log-probability of each id in the sampled distribution, nats; None if only the ids are
+    recorded."""
 
     def __post_init__(self) -> None:
         """Check the types, sizes and values of the arrays.
 
         Raises:
-            ValueError: if an array has a wrong type or size. Also if the ids of a set are negative
-                or do not ascend.
+            ValueError: if an array has a wrong type or size, or if the ids of a set are negative or
+                not ascending.
         """
         if self.sizes.dtype != np.int32 or self.ids.dtype != np.int32 or self.sizes.ndim != 1:
             raise ValueError("sizes and ids of token sets must be int32[T] and int32[M]")
@@ -93,7 +90,7 @@ class TokenSets:
 
     @property
     def lacks(self) -> npt.NDArray[np.bool_]:
-        """Whether a token's recorded ids are the ids that its set lacks, [T]."""
+        """Whether a token's recorded ids are the missing ids of the token's set, [T]."""
         return self.sizes < TOO_LARGE
 
     @property
@@ -102,7 +99,7 @@ class TokenSets:
         return len(self.sizes)
 
     def __getitem__(self, tokens: slice) -> TokenSets:
-        """Return the sets of the tokens in a slice, whose step is ignored."""
+        """Return the sets of the tokens in a slice. The slice's step is ignored."""
         starts = np.concatenate([[0], np.cumsum(self.counts)])
         first, stop, _ = tokens.indices(self.num_tokens)
         ids = slice(int(starts[first]), int(starts[max(first, stop)]))
@@ -113,7 +110,7 @@ class TokenSets:
         )
 
     def within(self, max_ids: int) -> TokenSets:
-        """Return a copy in which sets of more than `max_ids` ids are TOO_LARGE."""
+        """Return a copy in which sets with more than `max_ids` ids become TOO_LARGE."""
         # A mask over the ids: those of a set that is kept.
         is_kept = np.repeat(self.sizes <= max_ids, self.counts)
         return TokenSets(
@@ -123,7 +120,7 @@ class TokenSets:
         )
 
     def includes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return whether each token's id is in its set, [T].
+        """Return whether each token's id is in the token's set, [T].
 
         The result is True for a token without recorded ids.
         """
@@ -135,12 +132,12 @@ class TokenSets:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """The index of the token of each recorded id, [M]."""
+        """The token's index for each recorded id, [M]."""
         return np.repeat(np.arange(self.num_tokens), self.counts)
 
 
 def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
-    """Return the sets of `num_tokens` tokens without recorded ids.
+    """Return sets without recorded ids for `num_tokens` tokens.
 
     If `with_logprobs`, the result has an empty array of log-probabilities.
     """
@@ -152,9 +149,10 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return sets that lack `ids` for the first `num_tokens` of `of` tokens.
+    """Return sets in which `ids` are missing for the first `num_tokens` of `of` tokens.
 
-    The other sets are not recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
+    The sets of the other tokens are not recorded. Repeated ids count once. If `ids` is empty, no
+    set is recorded.
     """
     lacking, num_tokens = np.unique(ids).astype(np.int32), min(num_tokens, of)
     sizes = np.full(of, NOT_RECORDED, np.int32)
@@ -166,8 +164,8 @@ def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSet
 def join_sets(parts: Sequence[tuple[TokenSets | None, int]]) -> TokenSets | None:
     """Return the sets of all tokens of consecutive parts of a rollout.
 
-    Each part is a pair: its sets, and its number of tokens. A part without sets (None) counts as
-    not recorded. The result is None if no part has sets.
+    Each part is a pair: sets, and the number of tokens. If the sets are None, the part counts as
+    not recorded. If no part has sets, the result is None.
     """
     known = [sets for sets, _ in parts if sets is not None]
     if not known:

@@ -1,7 +1,7 @@
-"""Durations, sizes and rates as text, and cleaning of texts for display.
+"""Converts durations and sizes from and to text, and cleans texts for display.
 
-Sizes are exact integers and printed in binary units (KiB, MiB, ...), because memory and chunk sizes
-are powers of two. Ambiguous units are refused. "5m" may be metres, minutes or months, "8G" may be
+Sizes are exact integers, and printed in binary units (KiB, MiB, ...), because memory and chunk
+sizes are powers of two. Ambiguous units are refused: "5m" may be minutes or months, "8G" may be
 10^9 or 2^30, and "8Mb" usually means bits.
 """
 
@@ -42,9 +42,9 @@ SIZE_UNITS: dict[str, int] = {
 """Bytes per unit."""
 
 MAX_DURATION_S = 10_000 * 86400.0
-"""Largest duration, about 27 years, which is within the range of every clock, timer and message."""
+"""Largest duration: about 27 years. Every clock, timer and message can represent it."""
 MAX_SIZE_BYTES = 10**6 * 2**40
-"""Largest size: more than any disk has, and within the range of system calls, messages and
+"""Largest size: above the size of any disk, and within the range of system calls, messages and
 databases."""
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -82,8 +82,8 @@ def parse_size(value: object) -> int:
     """Return a size in bytes.
 
     Args:
-        value: bytes as an integer, or text with a unit: "8GiB", "200MB", "512KiB". Fractions of
-            a byte are cut off.
+        value: bytes as an integer, or text with a unit: "8GiB", "200MB", "512KiB". Fractions of a
+            byte are dropped.
 
     Raises:
         ValueError: for any other value, and if the size is negative or above `MAX_SIZE_BYTES`.
@@ -125,7 +125,7 @@ def _show(value: object) -> str:
 
 
 def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ") -> str:
-    """Return an amount as text, in the largest unit that does not exceed it."""
+    """Return an amount as text, in the largest unit that is at most the amount."""
     if amount < 0:
         return f"-{_format(-amount, units, space)}"
     index = max((i for i, (_, factor) in enumerate(units) if amount >= factor), default=0)
@@ -137,21 +137,21 @@ def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ")
 
 
 def _three_digits(value: float) -> str:
-    """Return a number as text with three digits, or more before the decimal point."""
+    """Return a number as text with three digits; all digits before the decimal point are kept."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with the secret of every join string replaced by ***."""
+    """Return a text in which *** replaces the secret of every join string."""
     return JOIN_SECRET.sub(r"\1.***", text)
 
 
 def without_keys(text: str) -> str:
-    """Return a text without the keys that follow the addresses in it.
+    """Return a text without the keys after its addresses.
 
-    The keys are public, but the reader of a log does not need them.
+    The keys are public, but readers of a log do not need them.
     """
     return _KEY.sub("", text)
 
@@ -169,4 +169,4 @@ def one_line(text: str) -> str:
 
 
 GIGABYTE = 1e9
-"""Bytes of a gigabyte as providers bill traffic."""
+"""Number of bytes in a gigabyte, as providers bill traffic."""

@@ -1,12 +1,12 @@
-"""Rules that make alerts from rows of metrics and facts on a run.
+"""Decides from metrics and facts on a run which alerts are raised and cleared.
 
-A condition, such as an entropy below its limit, has episodes. Each episode raises one alert when it
-begins and clears it when it ends. Two alerts of a condition are at least REPEAT_S apart. An episode
-that begins earlier raises its alert after that time, if it still lasts. So a value that moves
-around its limit raises few alerts. Time is an argument.
+A condition is, for example, an entropy below its limit. An episode is a period in which the
+condition holds. The begin of an episode raises an alert, and the end clears the alert. Two alerts
+of a condition are at least REPEAT_S apart, so a value that moves around its limit raises few
+alerts. If an episode begins too early and still lasts after this time, the alert is raised then.
 
 Three conditions are divergences: the policy has become worse or soon will. Their alerts name the
-last step before the trouble. So a run can go back to a checkpoint of that step or before.
+last good step. So a run can return to a checkpoint of this step or an earlier step.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ AlertKind = Literal[
 DIVERGENCES: frozenset[AlertKind] = frozenset({"reward", "entropy", "ess"})
 
 REPEAT_S = 600.0
-"""Least seconds from an alert to the next alert of the same condition."""
+"""Smallest number of seconds between two alerts of the same condition."""
 NUM_REWARDS = 10
-"""Number of steps whose mean reward is compared with the best mean before."""
+"""Number of steps whose mean reward is compared with the best earlier mean."""
 NUM_VALUES = 5
-"""Entropy and effective sample size are compared as medians over this number of steps."""
+"""Number of steps over which the medians of entropy and effective sample size are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertLimits:
-    """The values beyond which alerts are raised. None switches a condition off."""
+    """The limits of the conditions. None switches a condition off."""
 
     reward_drop: float | None = None
-    """Fall of the mean reward of NUM_REWARDS steps below the best such mean before."""
+    """Allowed fall of the mean reward of NUM_REWARDS steps below the best earlier mean."""
     min_entropy: float | None = None
     min_ess: float | None = None
     stall_s: float | None = None
@@ -53,13 +53,14 @@ class Alert:
 
     kind: AlertKind
     step: int
-    """Number of optimizer steps done at that time."""
+    """Number of completed optimizer steps at the time of the alert."""
     text: str
-    """One line with the value and its limit. At the end of an episode it begins with "cleared"."""
+    """One line with the value and its limit. At the end of an episode, the line begins with
+    "cleared"."""
     is_cleared: bool = False
     """Whether the episode has ended."""
     good_step: int | None = None
-    """If a divergence begins, the last step before the trouble; otherwise None."""
+    """The last good step before a divergence; None for other conditions and at an episode's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class RunFacts:
 
     step: int
     activity: str
-    """What the learner does or waits for."""
+    """The learner's activity, or the reason why the learner waits."""
     cost_per_h: float | None = None
     cost_total: float | None = None
     free_disk_bytes: int | None = None
@@ -80,7 +81,7 @@ class _Condition:
     raised_at: float = -math.inf
 
     def changes(self, *, is_bad: bool, now: float) -> bool:
-        """Return whether an episode begins or ends now, and store whether one is active."""
+        """Return whether an episode begins or ends now; store whether an episode is active."""
         if is_bad == self.is_active or (is_bad and now < self.raised_at + REPEAT_S):
             return False
         self.is_active = is_bad
@@ -95,9 +96,9 @@ class AlertRules:
     def __init__(
         self, limits: AlertLimits, *, step: int, rewards: Sequence[float] = (), now: float
     ) -> None:
-        """Start without alerts.
+        """Make rules without alerts.
 
-        `rewards` are the mean rewards up to `step`, oldest first.
+        `rewards` has the mean rewards up to `step`, oldest first.
         """
         self._limits = limits
         self._conditions: dict[AlertKind, _Condition] = {}
@@ -113,11 +114,11 @@ class AlertRules:
 
     @property
     def active(self) -> tuple[AlertKind, ...]:
-        """The conditions whose episodes have been raised and not cleared."""
+        """The conditions with a raised alert that has not been cleared."""
         return tuple(kind for kind, each in self._conditions.items() if each.is_active)
 
     def _note_best(self, window: deque[float], reward: float, step: int) -> None:
-        """Append a step's reward to a window. Store the window's mean if it is the best so far."""
+        """Append a step's reward to a window; update the best mean reward."""
         if not math.isfinite(reward):
             return
         window.append(reward)
@@ -211,11 +212,11 @@ class AlertRules:
         )
 
     def failed(self, step: int, text: str, *, now: float) -> list[Alert]:
-        """Return the alert on NaN or infinity in gradients or weights after a step."""
+        """Return the alert for NaN or infinity in gradients or weights after a step."""
         return list(self._found("nonfinite", is_bad=True, step=step, text=text, now=now))
 
     def check(self, facts: RunFacts, *, now: float) -> list[Alert]:
-        """Return the alerts on time, costs and disk."""
+        """Return the alerts for time, costs and disk."""
         limits, step, found = self._limits, facts.step, list[Alert]()
         waited_s = now - self._stepped_at
         if limits.stall_s is not None and waited_s >= limits.stall_s:

@@ -1,4 +1,4 @@
-"""The counters of a node, and the curves of a resumed run.
+"""Defines the counters of a node, and the learning curve of a resumed run.
 
 Metric names follow the field: `reward/mean`, `staleness/{mean,max}`, `time/{step,train,...}`,
 `learner/idle_ratio`, `perf/tokens_per_s`, `broadcast/{bytes,seconds,goodput}` and so on.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Counters:
-    """Counters by name, which only increase.
+    """Counters by name. A counter never decreases.
 
     A counter exists after its first `add`.
     """
@@ -44,7 +44,7 @@ class WorkerView:
 
 
 def held_out(is_rate: bool) -> str:
-    """Return the label of the mean reward of held-out prompts.
+    """Return the label for the mean reward of held-out prompts.
 
     Args:
         is_rate: whether every reward is 0 or 1.
@@ -54,12 +54,12 @@ def held_out(is_rate: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningCurve:
-    """The learning curve of a resumed run up to the resume."""
+    """The learning curve of a resumed run, up to the step of the resume."""
 
     rewards: Mapping[int, float]
     """Mean reward by step."""
     evaluations: tuple[tuple[int, float, float], ...]
-    """For each evaluation: its step, the mean reward of sampled answers, and the mean reward of
-    greedy answers."""
+    """One tuple per evaluation: step, mean reward of sampled answers, mean reward of greedy
+    answers."""
     is_rate: bool = True
     """Whether every reward of an evaluation was 0 or 1."""

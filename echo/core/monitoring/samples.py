@@ -1,4 +1,4 @@
-"""Rollouts as text, for logs and trackers."""
+"""Converts rollouts to text for logs and trackers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Ranked = TypeVar("Ranked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSample:
-    """A rollout of a step or an evaluation, decoded."""
+    """The decoded text of a rollout from a step or an evaluation."""
 
     kind: Literal["train", "eval"]
     prompt: str
     completion: str
     reward: float
-    """NaN if the reward failed, or if the task had no opinion."""
+    """The reward; NaN if the reward failed or the task could not score the rollout."""
     source: str
     """The worker that sampled the completion, or the version that was evaluated."""
 
@@ -34,9 +34,9 @@ def table_of(samples: Sequence[TextSample]) -> list[list[str | float]]:
 
 
 def spread_over(ranked: Sequence[Ranked], number: int) -> list[Ranked]:
-    """Return `number` elements, spread evenly from the first to the last.
+    """Return `number` evenly spaced elements, including the first and the last.
 
-    If there are fewer elements, all of them are returned.
+    If there are fewer elements, return all of them.
     """
     if len(ranked) <= number:
         return list(ranked)

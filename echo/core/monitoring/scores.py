@@ -1,4 +1,4 @@
-"""Scores of a policy on held-out prompts, with confidence intervals.
+"""Computes a policy's scores on held-out prompts, with confidence intervals.
 
 K answers are sampled for each of P prompts. Answers to one prompt resemble each other, so each
 prompt counts as one observation in means and standard errors.
@@ -8,10 +8,10 @@ prompt counts as one observation in means and standard errors.
                    right. Of a prompt's n answers, c are right:
                    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374)
 
-All intervals are 95 % confidence intervals. If all values lie in [0, 1], as pass rates do, the
-interval is Wilson's. It uses an estimated number of independent answers. Wilson's interval is valid
-even if all answers are right or all are wrong. For other values the interval extends 1.96 standard
-errors from the mean to both sides.
+All intervals are 95 % confidence intervals. If all values lie in [0, 1], as pass rates do, Wilson's
+interval is used with an estimated number of independent answers. Wilson's interval is valid even if
+all answers are right or all are wrong. For other values, the interval extends 1.96 standard errors
+from the mean to both sides.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z = 1.959964
-"""95 % of a normal distribution lie within this many standard deviations of its mean."""
+"""Number of standard deviations around the mean that contain 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over prompts, with its 95 % confidence interval."""
+    """A mean over prompts and its 95 % confidence interval."""
 
     mean: float
     low: float
-    """Lower end of the interval. Both ends are NaN if one prompt is too few for an interval."""
+    """Lower end of the interval. Both ends are NaN if there is one prompt, which is too few."""
     high: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate from one value for each prompt, NaN without values."""
+        """Return the estimate from one value per prompt; NaN without values."""
         number = len(values)
         if not number:
             return cls(math.nan, math.nan, math.nan)
@@ -63,9 +63,9 @@ class PromptScores:
     """The rewards of K answers to each of P prompts."""
 
     by_prompt: tuple[tuple[float, ...], ...]
-    """The rewards of each prompt's answers, without answers that the task could not score."""
+    """The rewards of each prompt's answers. Answers that the task could not score are left out."""
     num_samples: int
-    """K, the number of answers that were sampled for each prompt."""
+    """K, the number of sampled answers per prompt."""
 
     @property
     def rewards(self) -> list[float]:
@@ -97,6 +97,6 @@ class PromptScores:
 
     @property
     def ks(self) -> list[int]:
-        """The values of k in shown pass@k: the powers of two up to K, and K."""
+        """The values of k for which pass@k is shown: the powers of two below K, and K."""
         powers = {1 << n for n in range(self.num_samples.bit_length())}
         return sorted({*powers, self.num_samples})

@@ -1,9 +1,8 @@
-"""The status of a run, as one tree of plain values for all views.
+"""Defines the status of a run as a tree of plain values, which all views share.
 
-Only the learner makes a status, from the state of its parts (`runtime/learner/report.py`). The live
-view draws the status, and viewers receive it as JSON. `status.json` in the run's directory has the
-last status. JSON has no NaN and no infinity. So a value that is not finite becomes None in a
-status, and is left out of a history.
+The learner makes the status (`runtime/learner/report.py`). The live view draws the status, and
+viewers receive it as JSON. `status.json` in the run's directory has the last status. JSON has no
+NaN and no infinity. So a value that is not finite becomes None, and is left out of a history.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ import msgspec
 from echo.core.errors import DataError
 
 MAX_POINTS = 512
-"""Largest number of points of a curve in a status. A screen cannot show more, and they take only a
-few kB.
-"""
+"""Largest number of points of a curve in a status. A screen cannot show more points."""
 
 RunState = Literal["running", "paused", "finished", "stopped"]
-"""The state of a run. "stopped" means that the learner ended before the last step, by a crash or on
-request.
-"""
+"""The state of a run. "stopped" means that the learner ended before the last step, by a crash or by
+request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +34,12 @@ class NodeStatus:
     state: str
     """A word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
     hold: str = ""
-    """What the operator has asked of the node: "standby", "drain", or "" for neither."""
+    """The operator's request to the node: "standby", "drain", or "" without a request."""
     version: str = "-"
     """Installed policy version, as text."""
     staleness: int | None = None
-    """The learner's step minus the installed step; None without an installed version."""
+    """The learner's step minus the step of the installed version; None without an installed
+    version."""
     tokens_per_s: float = 0.0
     bytes_per_s: float = 0.0
     """Weight bytes received per second over the last seconds."""
@@ -50,9 +47,8 @@ class NodeStatus:
     """Weight bytes sent per second over the last seconds."""
     downlink_bytes_per_s: float | None = None
     uplink_bytes_per_s: float | None = None
-    """Rate of the node's uplink; `downlink_bytes_per_s` is the rate of its downlink. Both were
-    measured by transfers, and are None before a measurement.
-    """
+    """Measured rate of the node's uplink. `downlink_bytes_per_s` is the measured rate of the
+    downlink. None before a measurement."""
     rtt_s: float | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
     fetching: str | None = None
@@ -63,7 +59,7 @@ class NodeStatus:
     capacity: int = 0
     """Number of groups that a worker can hold, running and waiting."""
     num_errors: int = 0
-    """Groups, calls and messages that failed since the node's process started."""
+    """Number of groups, calls and messages that failed since the node's process started."""
     parent: str = "-"
     """The node from which this node gets weights."""
     price_per_h: float | None = None
@@ -86,7 +82,7 @@ class LinkStatus:
     bytes_per_s: float | None
     """Measured rate of the child's transfers; None before a measurement."""
     remaining_s: float | None
-    """Seconds until the version has arrived, if `bytes_per_s` stays; None if no rate is known."""
+    """Estimated seconds until the version has arrived, from `bytes_per_s`; None without a rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +93,11 @@ class VersionStatus:
     done: float
     """Share of all receivers' chunks that have arrived, 0..1."""
     num_nodes: int
-    """Number of nodes that are to have the version."""
+    """Number of nodes that need the version."""
     num_complete: int
     """Number of nodes that have the whole version."""
     slowest: LinkStatus | None = None
-    """The link whose child receives the version last; None while no node fetches it."""
+    """The link whose child will receive the version last; None if no node fetches the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +126,10 @@ class SpeedStatus:
     """The speed of the learner in its last step."""
 
     tokens_per_s: float
-    """Tokens per second that went through the model while it trained, prompts included."""
+    """Tokens per second that the model trained on, including prompts."""
     mfu: float | None
-    """Share of the device's peak arithmetic rate that the model used; None if the peak is unknown.
-    """
+    """Model FLOPs utilisation: the used share of the device's peak rate; None if the peak is
+    unknown."""
     peak_memory_bytes: float
     forward_backward_s: float
     optimizer_s: float
@@ -155,8 +151,7 @@ class StepStatus:
     seconds: float
     """Seconds since the previous step."""
     useful_share: float | None = None
-    """Share of the groups since the previous step whose rewards were not all equal; None without
-    groups."""
+    """Share of the groups since the previous step with differing rewards; None without groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +160,7 @@ class RunStatus:
 
     run_name: str
     at: float = 0.0
-    """Unix time of the instant, seconds."""
+    """Unix time of the status, seconds."""
     state: RunState = "running"
     elapsed_s: float
     step: int
@@ -173,37 +168,36 @@ class RunStatus:
     max_staleness: int
     """The hard bound on staleness, in steps."""
     staleness_bound: int | None = None
-    """The bound on staleness for new leases; None if it is the hard bound."""
+    """The bound on staleness for new leases; None if the hard bound applies."""
     publish_period: int
     resumed_at: int = 0
-    """The step at which this process of the learner began."""
+    """The number of completed steps when this process of the learner started."""
     activity: str = ""
     """The learner's activity, such as "training"; empty while it waits for groups."""
     waiting_for: str = ""
     """The reason why the learner waits; empty while it does not wait."""
     explanation: str = ""
-    """Why the learner waited long in the last steps or why workers have no groups, and the setting
-    that would help; empty if nothing stalls.
-    """
+    """Text that explains why the learner waits long or why workers have no groups, with a setting
+    that would help. Empty if nothing stalls."""
     eta_s: float | None = None
     """Estimated seconds until the last step; None before two steps were timed."""
     nodes: tuple[NodeStatus, ...] = ()
     reward_history: tuple[tuple[int, float], ...] = ()
     """(step, mean reward) of all steps so far, thinned to MAX_POINTS, oldest first."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
-    """For each of the newest MAX_POINTS evaluations: its step, the mean reward of sampled answers,
-    and that of greedy answers."""
+    """The newest MAX_POINTS evaluations: step, mean reward of sampled answers, mean reward of
+    greedy answers."""
     evals_are_rates: bool = True
     """Whether every reward of the evaluations was 0 or 1."""
     eval_errors: Mapping[int, int] = field(default_factory=dict)
     """Number of failed rewards, which count as 0, by the step of the evaluation."""
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Trained tokens by staleness, whole run."""
+    """Number of trained tokens in the whole run, by staleness."""
     idle_ratio: float = 0.0
-    """Share of the learner's time spent waiting for rollouts since it started, 0..1."""
+    """Share of time that the learner has waited for rollouts since its start, 0..1."""
     recent_idle_ratio: float = 0.0
-    """Share of the last minute, or of the last steps if these took longer, that was spent waiting.
-    """
+    """Share of time that the learner has waited in the last minute, or in the last steps if they
+    took longer."""
     last_step: StepStatus | None = None
     """The newest step; None before this process has made one."""
     speed: SpeedStatus | None = None
@@ -214,7 +208,7 @@ class RunStatus:
     versions: tuple[VersionStatus, ...] = ()
     """The newest version, then older versions that nodes still fetch, newest first."""
     broadcast_bytes: int = 0
-    """Weight bytes that the learner itself has sent in the whole run."""
+    """Weight bytes that the learner has sent itself in the whole run."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Number of groups refused or dropped since the start, by reason."""
     cost: CostStatus | None = None
@@ -235,7 +229,7 @@ class RunStatus:
     def from_json(cls, data: bytes, *, source: str) -> RunStatus:
         """Return the status from the JSON of `to_json`.
 
-        Error messages call the JSON `source`.
+        Error messages name the JSON `source`.
 
         Raises:
             DataError: if the data is no status, or a status of another release.
@@ -257,8 +251,8 @@ def finite(value: float | None) -> float | None:
 def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Return at most MAX_POINTS + 1 points of a curve.
 
-    Each is the mean of equally many points. The last point is kept as it is. Points whose value is
-    not finite are left out.
+    Each new point is the mean of an equal number of old points. The last point stays unchanged.
+    Points with a value that is not finite are left out.
     """
     known = [(x, y) for x, y in points if math.isfinite(y)]
     size = -(-len(known) // MAX_POINTS)
