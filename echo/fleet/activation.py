@@ -1,21 +1,21 @@
-"""Activation: a greedy search for the best set of workers among those that have joined.
+"""Searches for the best set of active workers among all joined workers.
 
-A fleet file has offers, each with a number of equal nodes. A run has workers, each with its own
-measured rate. Workers with equal properties form a kind. If there are more than MAX_KINDS kinds,
-workers whose properties differ by less than some share form a kind, too. The share grows until
-there are at most MAX_KINDS kinds.
+Workers with equal properties form a kind. If there are more than MAX_KINDS kinds, workers with
+similar properties form a kind. The allowed difference grows until there are at most MAX_KINDS
+kinds.
 
-A set of workers is assessed with the best of the allowed publish periods. The caller forecasts how
-long a broadcast to the set takes. A set is sufficient if it satisfies the provisioning rule
-(overlap.py) within the budget. The best set is the cheapest sufficient set. If no set is
-sufficient, the best set is the cheapest within the budget whose step is hardly longer than the
-shortest. The learner then waits, and the decision states its idle share.
+A set of workers is assessed with the best of the allowed publish periods. The caller forecasts the
+duration of a broadcast to the set. A set is sufficient if it satisfies the provisioning rule
+(overlap.py) within the budget. The best set is the cheapest sufficient set.
 
-The search begins with several sets: no worker, the active workers, and one set for each kind. The
-set of a kind has all workers whose broadcasts and groups take no longer than those of the kind. One
-slow link or long group can make every larger set insufficient. The search begins at each of these
-sets. It changes the number of workers of one kind, then of two kinds, then of three, as long as the
-set becomes better. The search assesses at most MAX_ASSESSED sets.
+If no set is sufficient, the learner waits for rollouts. Then the search compares the sets within
+the budget whose step time is close to the shortest (HARDLY_SLOWER), and chooses the cheapest.
+
+The search is greedy and begins with several sets: no worker, the active workers, and one set for
+each kind. The set of a kind has all workers whose broadcasts and groups are as fast as the kind's
+or faster, because one slow worker can make a set insufficient. From each of these sets, the search
+changes the number of workers of one kind, then of two kinds, then of three, as long as the set
+becomes better. At most MAX_ASSESSED sets are assessed.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
 from echo.fleet.overlap import least_slowdown, predict, required_rate
 
 MAX_KINDS = 32
-"""Largest number of kinds of workers; with 32 kinds, a worker of one kind can replace a worker of
-another in 992 ways."""
+"""Largest number of kinds of workers. With 32 kinds, there are 992 ways to replace a worker by a
+worker of another kind."""
 _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
-"""Shares by which properties within a kind may differ, tried in this order."""
+"""Allowed differences of properties within a kind, as shares, tried in this order."""
 MAX_ASSESSED = 400
-"""Largest number of sets that a search assesses; each takes 1.5 ms for ten workers, 4 ms for 100.
-"""
+"""Largest number of sets that a search assesses. One assessment takes 1.5 ms for ten workers and 4
+ms for 100 workers."""
 HARDLY_SLOWER = 1.01
-"""A cheaper set is preferred if its steps are at most this many times as long as the shortest."""
+"""Largest factor between the step time of a cheaper set and the shortest step time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The learner's uplink and its price, and a forecast of how long broadcasts take."""
+    """The learner's uplink, the uplink's price, and a forecast of broadcast times."""
 
     broadcast_s: Callable[[Collection[str]], float]
-    """Returns the seconds from a publication until all of the named workers hold the version."""
+    """Returns the seconds from a publication until all named workers hold the version."""
     uplink_bytes_per_s: float = UNLIMITED
     price_per_gb: float = 0.0
-    """$ per GB that leaves the learner."""
+    """$ per GB sent by the learner."""
     relay_regions: frozenset[str] = frozenset()
-    """Regions with a relay; the price of the relay is not counted, because it is paid in any case.
+    """Regions with a relay. The relay's price is not counted, because the relay runs in any case.
     """
 
 
@@ -60,7 +60,7 @@ class SetPrediction:
     """Predicted rate and cost of a set of workers."""
 
     rate: float
-    """Rollouts per second that the workers make."""
+    """Rollouts per second of the workers together."""
     required: float
     """Rollouts per second that the provisioning rule requires, without margin."""
     broadcast_s: float
@@ -69,30 +69,31 @@ class SetPrediction:
     """$ per hour for these workers and for the traffic to and from them."""
     idle_share: float
     is_sufficient: bool
-    """Whether the set satisfies the provisioning rule, margin included, within the budget."""
+    """Whether the set satisfies the provisioning rule with its margin, within the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """How well a set of workers satisfies the provisioning rule, and its cost."""
+    """The assessment of a set of workers by the provisioning rule, and the set's cost."""
 
     job: Job
-    """The job with the publish period that is best for these workers."""
+    """The job with the best publish period for these workers."""
     rate: float
     broadcast_s: float
     latency_s: float
     lost_per_s: float
     cost_per_h: float
-    """$ per hour for these workers and their traffic, if steps take `slowdown` times as long."""
+    """$ per hour for these workers and their traffic, with steps that take `slowdown` times as
+    long."""
     slowdown: float
-    """Factor by which steps must be longer so that the set satisfies the provisioning rule; 1 if it
-    does already."""
+    """Factor by which steps must become longer for the set to satisfy the provisioning rule. 1 for
+    a set that already satisfies the rule."""
     is_sufficient: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The set of workers that should generate, with its predicted rate and cost."""
+    """The set of workers that should generate, and the set's predicted rate and cost."""
 
     active: frozenset[str]
     prediction: SetPrediction
@@ -102,12 +103,12 @@ class Choice:
 
 
 class Roll:
-    """The joined workers by kind, and the assessment of sets of them."""
+    """Groups the joined workers by kind, and assesses sets of workers."""
 
     def __init__(
         self, workers: Sequence[Offer], links: Links, *, periods: Sequence[int] = ()
     ) -> None:
-        """Sort these workers, whose names differ, into kinds.
+        """Sort the workers into kinds.
 
         Args:
             workers: the workers that have joined.
@@ -121,9 +122,10 @@ class Roll:
         self.kinds = by_kind(workers)
 
     def fleet(self, job: Job) -> RentedFleet:
-        """Return the workers as a fleet with one offer for each kind.
+        """Return the workers as a fleet with one offer per kind.
 
-        So a set of workers is a number of nodes of each offer, and the planner's code can price it.
+        Then a set of workers is a number of nodes of each offer, for which the planner's code
+        computes a cost.
         """
         links = self.links
         regions = {
@@ -145,9 +147,9 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return, for each kind, the seconds of one worker for one group.
+        """Return the delay of one worker of each kind, in seconds.
 
-        They are the seconds of a broadcast to this worker alone, plus the seconds of the group.
+        The delay is the time of a broadcast to this worker alone, plus the time of one group.
         """
         return [
             self.links.broadcast_s([kind[0].name]) + _offer(kind[0].name, kind).group_latency_s(job)
@@ -155,13 +157,14 @@ class Roll:
         ]
 
     def counts(self, names: Collection[str]) -> tuple[int, ...]:
-        """Return how many workers of each kind are among `names`."""
+        """Return the number of workers of each kind in `names`."""
         return tuple(sum(worker.name in names for worker in kind) for kind in self.kinds)
 
     def names(self, counts: Counts, preferred: Collection[str]) -> frozenset[str]:
         """Return the names of `counts` workers of each kind.
 
-        Within a kind, `preferred` workers come first, and faster workers before slower ones.
+        Within a kind, `preferred` workers come first. Among equally preferred workers, faster
+        workers come first.
         """
         chosen: list[str] = []
         for kind, count in zip(self.kinds, counts, strict=True):
@@ -227,10 +230,10 @@ class Roll:
 
 
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
-    """Return the workers grouped into kinds, if possible at most MAX_KINDS.
+    """Group the workers into kinds; return at most MAX_KINDS kinds if possible.
 
-    Three differences always separate two workers: their regions differ, only one of them can be
-    dialled, or an amount, such as the price, is 0 for only one of them.
+    Two workers of a kind always have the same region, are both dialable or both not, and have the
+    value 0 in the same properties.
     """
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:
@@ -244,7 +247,7 @@ def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
 
 
 def _kind(worker: Offer, width: float) -> object:
-    """Return a key that is equal if properties differ by less than `width`."""
+    """Return the key of a worker's kind; differences below `width` do not change the key."""
 
     def about(value: float) -> float:
         if width == 0 or value <= 0:
@@ -265,7 +268,7 @@ def _kind(worker: Offer, width: float) -> object:
 
 
 def _offer(name: str, kind: Sequence[Offer]) -> Offer:
-    """Return the workers of a kind as one offer, with the worst value of each property."""
+    """Return a kind as one offer, with the worst value of each property among the workers."""
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
     tokens_per_s = min(worker.tokens_per_s for worker in kind)
     return replace(
@@ -317,7 +320,7 @@ class _Search:
         )
 
     def _starts(self) -> Iterator[Counts]:
-        """Yield the sets from which the search begins, each once."""
+        """Yield the sets with which the search begins, without repetitions."""
         delays_s = self._roll.delay_s(self._job)
         starts = [(0,) * len(self._most), self._roll.counts(self._preferred)]
         for limit_s in sorted(set(delays_s)):
@@ -326,10 +329,10 @@ class _Search:
         yield from dict.fromkeys(starts)
 
     def _improve(self, counts: Counts, limit: float) -> Counts:
-        """Change a set as long as a change makes it better; return the result.
+        """Change a set as long as the set becomes better; return the result.
 
-        Slowdowns up to `limit` count as equal. Changes of one kind are tried first, because there
-        are fewer of them than changes of two or three kinds.
+        Slowdowns up to `limit` count as equal. Changes of one kind are tried first, because they
+        are fewest.
         """
         changes = (self._of_one_kind, self._of_two_kinds, self._of_three_kinds)
         while True:
@@ -347,7 +350,7 @@ class _Search:
     def _of_one_kind(self, counts: Counts) -> Iterator[Counts]:
         """Yield the sets that differ from `counts` in the number of workers of one kind.
 
-        The numbers tried are one more, one fewer, none, all, and halfway to none and to all.
+        The new numbers are: one more, one fewer, none, all, and halfway to none and to all.
         """
         for index, (count, most) in enumerate(zip(counts, self._most, strict=True)):
             half, middle = count // 2, (count + most + 1) // 2
@@ -360,10 +363,7 @@ class _Search:
             yield from self._changed(counts, {removed: -1, added: 1})
 
     def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets in which two workers replace one of another kind.
-
-        Sets in which one worker replaces two follow as well.
-        """
+        """Yield the sets in which two workers replace one of another kind, or one replaces two."""
         for sign in (1, -1):
             for one in range(len(counts)):
                 others = [index for index in range(len(counts)) if index != one]
@@ -383,7 +383,7 @@ class _Search:
     def _rank(self, counts: Counts, limit: float) -> tuple[float, ...]:
         """Return a set's sort key: whether it exceeds the budget, its slowdown, its cost.
 
-        After MAX_ASSESSED sets have been assessed, every further set ranks last.
+        After MAX_ASSESSED assessments, every new set ranks last.
         """
         if counts not in self._assessed:
             if len(self._assessed) >= MAX_ASSESSED:
@@ -395,9 +395,9 @@ class _Search:
         return is_too_dear, max(assessed.slowdown, limit), assessed.cost_per_h
 
     def _limit(self) -> float:
-        """Return the largest slowdown that counts as equal to the least slowdown found.
+        """Return the largest slowdown that counts as equal to the smallest slowdown so far.
 
-        Only sets within the budget are compared. If one of them is sufficient, the limit is 1.
+        Only sets within the budget are compared. If a sufficient set was found, the limit is 1.
         """
         found = self._assessed.values()
         least = min(each.slowdown for each in found if not self._is_too_dear(each))
@@ -417,14 +417,14 @@ def choose(
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the provisioning rule and the budget.
 
-    If no set is sufficient, the step time may be at most HARDLY_SLOWER times the shortest. The
-    result is the cheapest such set within the budget.
+    If no set is sufficient, return the cheapest set within the budget with a step time of at most
+    HARDLY_SLOWER times the shortest step time.
 
     Args:
         workers: all workers that have joined.
         job: the job, with its budget.
         links: the learner's uplink and the forecast of broadcasts.
-        preferred: workers that are taken before other workers of the same kind.
+        preferred: workers that are chosen before other workers of the same kind.
         periods: allowed publish periods; if empty, the job's own period.
     """
     return _Search(Roll(workers, links, periods=periods), job, preferred).run()
@@ -439,16 +439,16 @@ def choose(
 
 
 MIN_SAVING = 0.05
-"""Share of the step time or of the cost that another set must save to replace the active set; rates
-are measured to about 5 %."""
+"""Smallest share of the step time or the cost that a new set must save to replace the active set.
+Measured rates have an error of about 5 %."""
 IDLE_TOLERANCE = 0.02
-"""Largest share of the time that a learner may wait and still count as busy."""
+"""Largest idle share of a learner that counts as busy."""
 _PASSED = "the budget per hour is passed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReviewAnswer:
-    """The result of a review: which workers should generate, and why."""
+    """The result of a review: the workers that should generate, and the reason."""
 
     active: frozenset[str]
     """The workers that should generate from now on."""
@@ -457,7 +457,7 @@ class ReviewAnswer:
     choice: Choice
     """The best set among the workers with a known rate."""
     cause: str
-    """Why the set of active workers changes; empty if it does not change."""
+    """The reason for a change of the active workers; empty without a change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,16 +469,17 @@ class Question:
     links: Links
     active: frozenset[str]
     untried: frozenset[str] = frozenset()
-    """Workers that have not generated long enough for a measured rate; their rates are guesses."""
+    """Workers without a measured rate, because they have not generated long enough. Their rates are
+    guesses."""
     ready: frozenset[str]
     """Workers whose installed weights are recent enough for leases."""
     idle_share: float
-    """Share of the time that the learner has waited since the last change of the active workers."""
+    """Share of time that the learner has waited since the last change of the active workers."""
     periods: tuple[int, ...] = ()
     """Allowed publish periods; if empty, the job's own period."""
 
     def solve(self) -> ReviewAnswer:
-        """Return the result of the review; with many kinds of workers this takes seconds."""
+        """Return the result of the review. With many kinds of workers, this takes seconds."""
         roll = Roll(self.workers, self.links, periods=self.periods)
         trials = self._trials(roll)
         left_per_h = self.job.budget_per_h - roll.assess(self.job, trials).cost_per_h
@@ -515,7 +516,7 @@ class Question:
         )
 
     def _trials(self, roll: Roll) -> frozenset[str]:
-        """Return the untried workers that the budget can pay for, cheap workers first."""
+        """Return the untried workers that the budget allows, cheapest first."""
         trials: frozenset[str] = frozenset()
         for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
             if worker.name in self.untried:
@@ -528,7 +529,7 @@ class Question:
 def _saving(
     roll: Roll, job: Job, names: frozenset[str], choice: Choice, *, is_waiting: bool
 ) -> str:
-    """Return why a choice should replace a set of workers, or ""."""
+    """Return the reason why a choice should replace a set of workers, or ""."""
     before, at_most = roll.assess(job, names), 1 - MIN_SAVING
     if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
         return _PASSED
@@ -543,7 +544,7 @@ def _saving(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationDecision:
-    """A change of the active workers, with the numbers that led to it."""
+    """A change of the active workers, and the numbers that caused the change."""
 
     step: int
     cause: str
@@ -555,9 +556,9 @@ class ActivationDecision:
     after: SetPrediction
     train_s: float
     idle_share: float
-    """The learner's idle share that was measured before the change."""
+    """The learner's idle share before the change, as measured."""
     slowdown: float
-    """Factor by which steps are longer than training; above 1 if no set is sufficient."""
+    """Step time divided by training time; above 1 if no set is sufficient."""
 
     def __str__(self) -> str:
         """Return one line of text on the decision."""

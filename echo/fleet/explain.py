@@ -1,14 +1,14 @@
-"""Explanations of waits: from what the nodes do to a cause, a resource and a setting.
+"""Explains waits: finds the cause, the resource and the setting from the states of the nodes.
 
 The learner observes its fleet several times a minute, as a sampling profiler does. Each observation
-divides the time of every worker by what the worker's groups do (`WaitStage`). A `Tally` adds these
-times up. It keeps two sums: one while the learner waits for groups, and one for the whole time.
+divides the time of every worker by the stages of the worker's groups (`WaitStage`). A `Tally` adds
+up these times, for the learner's waits and for the whole time.
 
-**The learner waits.** One stage is the cause. In some stages groups are blocked: rewards, weights,
-storing, delivering. Such a stage is the cause if it takes at least BLOCKED_SHARE of the time.
-Otherwise the cause is sampling or granting, whichever takes more time. A worker may have no groups
-because the staleness bound admits none. Its time does not count, because it is an effect of the
-wait. Each stage then leads to a resource:
+**The learner waits.** One stage is the cause. The stages rewards, weights, storing and delivering
+block groups. A blocking stage is the cause if it takes at least BLOCKED_SHARE of the time.
+Otherwise the cause is sampling or granting, whichever takes more time. If the staleness bound
+admits no groups for a worker, the worker's time does not count, because it is an effect of the
+wait. Each stage leads to a resource:
 
     rewards      the task's code, at the workers or at the learner
     weights      the first link on the path from the learner that is slow, or the disk behind it
@@ -20,7 +20,7 @@ wait. Each stage then leads to a resource:
     granting     what `ObservedFleet.wait_reason` names
 
 **Workers have no groups**, and the learner does not wait. Then the learner is the bottleneck. The
-cause is the longest part of its step, or a setting that slows the step down without need.
+cause is the longest part of the step, or a setting that slows down the step unnecessarily.
 """
 
 from __future__ import annotations
@@ -35,46 +35,51 @@ from typing import TypeVar
 from echo.core.units import format_bytes, format_duration
 
 MAX_WORKERS_LISTED = 8
-"""Largest number of workers in the text on what the learner waits for."""
+"""Largest number of listed workers in the text on the learner's wait."""
 MAX_NAMES_LISTED = 3
-"""Largest number of nodes that an explanation names; further nodes are only counted."""
+"""Largest number of nodes that an explanation names. Further nodes are only counted."""
 BLOCKED_SHARE = 0.35
-"""A stage that blocks groups is the cause if it takes at least this share of the workers' time."""
+"""Smallest share of the workers' time for which a blocking stage is the cause."""
 STRAGGLER_TIME = 2.0
-"""During waits a straggler samples at least this many times as long as other workers on average."""
+"""Smallest factor between the sampling time of a straggler and the other workers' mean, during
+waits."""
 STRAGGLER_FACTOR = 2.0
-"""A straggler samples at least this many times slower than the median of the other workers."""
+"""Smallest factor by which a straggler is slower than the median of the other workers."""
 FETCHING_SHARE = 0.5
-"""A link or disk is slow if workers fetch during at least this share of their wait for weights."""
+"""A link or disk counts as slow if workers fetch for at least this share of their wait for weights.
+"""
 AHEAD = 1.5
-"""A node does not wait for its parent if the parent holds more than this times its chunks."""
+"""If a parent holds more than this many times the node's chunks, the node does not wait for the
+parent."""
 DISK_FACTOR = 1.5
-"""A node's disk is the limit if it writes at most this many times as fast as weights arrive."""
+"""A node's disk counts as the limit if its write rate is at most this many times the receive rate.
+"""
 EMPTY_SHARE = 0.5
-"""Engines have too few groups if more than this share of their places is empty."""
+"""Engines have too few groups if more than this share of their places for groups is empty."""
 CLOSED_SHARE = 0.25
 """The staleness bound limits the engines if it admits no group in more than this share of waits."""
 IDLE_SHARE_IN_WAITS = 0.2
-"""More workers would not help if workers have no groups for more than this share of their time."""
+"""If workers have no groups for more than this share of their time, more workers would not help."""
 FEW_ROLLOUTS = 16
-"""If an engine samples at most this many rollouts at once, more rollouts at once would take hardly
-longer."""
+"""Up to this many concurrent rollouts, an engine could sample more rollouts in almost the same
+time."""
 USELESS_SHARE = 0.5
-"""Useless groups are the cause if nothing could be learned from more than this share of groups."""
+"""If more than this share of groups gave no training signal, useless groups are the cause."""
 IDLE_SHARE = 0.6
-"""The fleet is too large for the learner if workers have no groups for this share of their time."""
+"""If workers have no groups for this share of their time, the fleet is too large for the learner.
+"""
 IDLE_SHARE_NEEDLESS = 0.2
-"""Used in place of IDLE_SHARE if a setting slows the learner down without need."""
+"""Replaces IDLE_SHARE if a setting slows down the learner unnecessarily."""
 LARGE_PART = 0.4
-"""A part of a step other than training is the bottleneck if it takes more than this share."""
+"""If a part of a step besides training takes more than this share, the part is the bottleneck."""
 
 
 SERVING_AGENTS = "serving agents"
-"""The activity of a worker whose rollouts are made by agents."""
+"""The activity of a worker that serves agents."""
 
 
 class WaitStage(StrEnum):
-    """What a worker's groups do, or why it has no groups."""
+    """The stage of a worker's groups, or the reason why a worker has no groups."""
 
     SAMPLING = "sampling"
     """The engine samples rollouts of the groups."""
@@ -89,7 +94,7 @@ class WaitStage(StrEnum):
     ADMISSION = "admission"
     """The worker has no groups: the staleness bound admits no further group."""
     GRANTING = "granting"
-    """The worker has no groups, although the staleness bound admits some."""
+    """The worker has no groups, although the staleness bound admits groups."""
 
 
 BLOCKED = (WaitStage.REWARDS, WaitStage.WEIGHTS, WaitStage.STORING, WaitStage.DELIVERING)
@@ -116,7 +121,7 @@ class ObservedNode:
     write_bytes_per_s: float | None = None
     """Rate at which the node verifies, decodes and writes received weights; None if unknown."""
     activity: str = ""
-    """What the node does, as the node reports it."""
+    """The node's activity, as the node reports it."""
     engine: str = ""
     num_leases: int = 0
     num_here: int = 0
@@ -125,15 +130,15 @@ class ObservedNode:
     """Number of groups by state in the worker's last report. A state is a WaitStage, "queued" or
     "delivered"."""
     is_fresh: bool = True
-    """Whether the version that the worker has installed may sample the next group."""
+    """Whether the worker's installed version may sample the next group."""
     num_places: int = 0
-    """Number of groups that its engine samples at the same time; 0 if unknown."""
+    """Number of groups that the worker's engine can sample concurrently; 0 if unknown."""
     num_fit: int = 0
-    """Number of groups that its memory would hold at the same time; 0 if unknown."""
+    """Number of concurrent groups that would fit into the worker's memory; 0 if unknown."""
     speed: float | None = None
     """Tokens per second of one rollout in the worker's slowest running group; None if unknown."""
     reward_s: float | None = None
-    """Mean seconds of recent calls of the task's code; None if no call returned recently."""
+    """Mean seconds of recent calls of the task's code; None without recent calls."""
 
     @property
     def is_fetching(self) -> bool:
@@ -143,19 +148,18 @@ class ObservedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedFleet:
-    """The learner's knowledge of its wait and its fleet at one instant."""
+    """The learner's knowledge of its own wait and its fleet at one instant."""
 
     num_missing: int
-    """Number of groups that the next step lacks."""
+    """Number of missing groups for the next step."""
     groups_per_step: int
     group_size: int = 1
     max_staleness: int = 0
     hedge_factor: float | None = None
     is_closed: bool = False
-    """Whether the staleness bound admits no further group, whatever version a worker has."""
+    """Whether the staleness bound admits no further groups, for any version of a worker."""
     wait_reason: str = ""
-    """The scheduler's reason why no group of the next step can be granted; "" if one can be
-    granted."""
+    """The scheduler's reason why the next step's groups cannot be granted; "" if they can."""
     num_scoring: int = 0
     """Number of groups for which the learner computes rewards."""
     num_storing: int = 0
@@ -164,9 +168,9 @@ class ObservedFleet:
     nodes: tuple[ObservedNode, ...] = ()
     """Relays, and workers that are not on standby."""
     num_useless: int = 0
-    """Number of the newest groups, all in a row, from which nothing could be learned."""
+    """Number of successive newest groups without a training signal."""
     useless: str = ""
-    """Text that says for each reason how many of the `num_useless` groups it concerns."""
+    """Text with the number of these useless groups for each reason."""
     _by_name: dict[str, ObservedNode] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -177,14 +181,14 @@ class ObservedFleet:
         return [node for node in self.nodes if node.role == "worker"]
 
     def node(self, name: str) -> ObservedNode | None:
-        """Return the node of a name; None for the learner and for unknown nodes."""
+        """Return the node with a name; None for the learner and for unknown nodes."""
         return self._by_name.get(name)
 
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
-        """Return the fetching nodes from a worker up to the learner.
+        """Return the fetching nodes on the path from a worker up to the learner.
 
-        The last node's parent is the learner, or a node that has much more than the last node: all
-        of the version, or AHEAD times as many chunks.
+        The path ends at a node whose parent is the learner, or whose parent has the whole version
+        or AHEAD times as many chunks.
         """
         path = [worker]
         while (parent := self.node(path[-1].parent)) is not None and parent.is_fetching:
@@ -194,7 +198,7 @@ class ObservedFleet:
         return path
 
     def shares(self, worker: ObservedNode) -> dict[WaitStage, float]:
-        """Return the share of each stage in a worker's present time.
+        """Return the share of each stage in a worker's present activity.
 
         The shares add up to 1.
         """
@@ -220,34 +224,34 @@ class ObservedFleet:
 
 @dataclass(slots=True)
 class Tally:
-    """The time of all workers by stage, while the learner waits and in total."""
+    """Sums up the time of all workers by stage, during the learner's waits and in total."""
 
     waited_s: float = 0.0
-    """Seconds of waits, without those in which there was no active worker."""
+    """Seconds of the learner's waits, without waits during which no worker was active."""
     closed_s: float = 0.0
-    """Seconds of waits in which the staleness bound admitted no group."""
+    """Seconds of waits during which the staleness bound admitted no groups."""
     waits: dict[tuple[WaitStage, str], float] = field(default_factory=dict)
-    """(stage, worker) -> seconds of the worker while the learner waited."""
+    """Seconds of a worker in a stage while the learner waited, by (stage, worker)."""
     seconds: dict[WaitStage, float] = field(default_factory=dict)
-    """Stage -> seconds of all workers, whether the learner waited or worked."""
+    """Seconds of all workers by stage, while the learner waited or worked."""
     places_s: float = 0.0
-    """Seconds while the learner waited, summed over all places of engines."""
+    """Seconds of the learner's waits, summed over the engines' places for groups."""
     used_places_s: float = 0.0
-    """The part of `places_s` in which the place sampled a group."""
+    """The part of `places_s` in which a place sampled a group."""
     seen: dict[WaitStage, ObservedFleet] = field(default_factory=dict)
-    """Stage -> the last observation during a wait in which a worker was in this stage."""
+    """By stage, the last observation during a wait in which a worker was in this stage."""
     slow_hops: dict[str, float] = field(default_factory=dict)
-    """Node -> seconds in which workers waited for weights that this node was fetching. The node's
-    parent had these weights already."""
+    """By node, the seconds in which workers waited for weights that this node fetched while its
+    parent already had them."""
     seen_paths: dict[str, list[ObservedNode]] = field(default_factory=dict)
-    """Key of `slow_hops` -> the last path from a waiting worker to this node."""
+    """By node in `slow_hops`, the last path from a waiting worker to this node."""
     num_accepted: int = 0
     """Number of groups that were delivered and kept for training."""
     useless: Counter[str] = field(default_factory=Counter)
-    """Reason -> number of groups from which nothing could be learned."""
+    """Number of groups without a training signal, by reason."""
 
     def add(self, fleet: ObservedFleet, seconds: float, *, is_waiting: bool) -> None:
-        """Count the seconds for which the fleet was in a state."""
+        """Add the seconds for which the fleet was in an observed state."""
         if is_waiting and fleet.workers:
             self.waited_s += seconds
             self.closed_s += seconds * fleet.is_closed
@@ -286,9 +290,9 @@ class Tally:
         self.useless += other.useless
 
     def in_waits(self) -> dict[WaitStage, float]:
-        """Return stage -> seconds of all workers while the learner waited, without ADMISSION.
+        """Return the seconds of all workers by stage while the learner waited, without ADMISSION.
 
-        ADMISSION is no cause of a wait: the staleness bound admits no group for these workers.
+        ADMISSION cannot cause a wait: the staleness bound admits no groups for these workers.
         """
         found = dict.fromkeys(WaitStage, 0.0)
         for (stage, _), seconds in self.waits.items():
@@ -299,7 +303,7 @@ class Tally:
     def wait_by_stage(self) -> dict[WaitStage, float]:
         """Return the seconds that the learner waited, by stage.
 
-        They add up to `waited_s`, or to 0 if no worker was in a stage that counts.
+        The sum is `waited_s`, or 0 if no worker was in a counted stage.
         """
         by_stage = self.in_waits()
         total = sum(by_stage.values())
@@ -307,7 +311,7 @@ class Tally:
 
     @property
     def idle_share(self) -> float:
-        """Share of the workers' time without a group although they could sample one."""
+        """Share of the workers' time in which a worker could sample a group but had none."""
         total = sum(self.seconds.values())
         idle = (WaitStage.ADMISSION, WaitStage.GRANTING)
         idle_s = sum(self.seconds.get(stage, 0.0) for stage in idle)
@@ -323,16 +327,16 @@ def _add(times: dict[Key, float], key: Key, seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The cause of a wait, the resource that causes it, and what would help."""
+    """The cause of a wait, the responsible resource, and a remedy."""
 
     cause: str
     """A short name, such as "slow_relay"; docs/troubleshooting.md has one row per cause."""
     resource: str
-    """The node, link, disk or code at fault."""
+    """The responsible node, link, disk or code."""
     setting: str
-    """The key of the configuration to change; empty if only another machine helps."""
+    """The configuration key to change; empty if only another machine would help."""
     chain: str
-    """Text that leads from the missing groups, cause by cause, to the resource."""
+    """The chain of causes from the missing groups to the resource, as text."""
     remedy: str
 
     def __str__(self) -> str:
@@ -343,7 +347,7 @@ class Explanation:
 
 
 def describe_wait(fleet: ObservedFleet) -> str:
-    """Return text on a step's missing groups, and on the workers with leases.
+    """Return text on a step's missing groups and the workers with leases.
 
     The text is empty if no group is missing.
     """
@@ -404,7 +408,7 @@ def _verb(names: Sequence[str], singular: str, plural: str) -> str:
 
 
 def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
-    """Return why the learner waited in the time of a tally; `fleet` is the present state."""
+    """Return why the learner waited during a tally's time; `fleet` is the present state."""
     if not fleet.workers and not tally.waits:
         return _no_worker(fleet)
     by_stage = tally.in_waits()
@@ -428,7 +432,7 @@ def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
-    """Return the workers whose groups were longest in a stage, the longest first."""
+    """Return the workers by the time of their groups in a stage, longest first."""
     times = {name: s for (at, name), s in tally.waits.items() if at is stage}
     least = max(times.values()) / 10
     return sorted((n for n, s in times.items() if s >= least), key=lambda name: -times[name])
@@ -540,7 +544,7 @@ def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
 
 
 def _slow_hop(fleet: ObservedFleet, node: ObservedNode, chain: str) -> Explanation:
-    """Explain why a node fetches slowly, although its parent holds the whole version."""
+    """Explain why a node fetches slowly from a parent that holds the whole version."""
     writes = node.write_bytes_per_s
     # If the disk is slower than the link, chunks come in bursts, whose rate may be unknown.
     comes = node.bytes_per_s or node.recent_bytes_per_s
@@ -626,7 +630,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
-    """Return an explanation if the learner waits mostly for one slow worker, or None."""
+    """If the learner waits mostly for one slow worker, return an explanation, otherwise None."""
     times = {name: s for (at, name), s in tally.waits.items() if at is WaitStage.SAMPLING}
     name = max(times, key=lambda each: times[each], default="")
     worker = fleet.node(name)
@@ -650,7 +654,7 @@ def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
 def _few_places(
     fleet: ObservedFleet, samplers: Sequence[ObservedNode], chain: str
 ) -> Explanation | None:
-    """Return an explanation if a setting or memory limits the engines, or None."""
+    """If a setting or the memory limits the engines, return an explanation, otherwise None."""
     worker = min(samplers, key=lambda each: each.num_places)
     num = worker.num_places * fleet.group_size
     text = f"{chain} all the time, and {worker.name}'s engine samples only {num} rollouts at once"
@@ -678,18 +682,18 @@ def _few_places(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """The mean seconds of a step's parts, and settings that change them."""
+    """The mean seconds of a step's parts, and the settings that influence them."""
 
     step_s: float
     train_s: float = 0.0
     publish_s: float = 0.0
     save_s: float = 0.0
     is_recomputing: bool = False
-    """Whether activations are recomputed although they would fit into the memory."""
+    """Whether activations are recomputed although they would fit into memory."""
 
 
 def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
-    """Return why workers had no groups in the time of a tally, or None."""
+    """Return why workers had no groups during a tally's time, or None."""
     share = tally.idle_share
     if share < (IDLE_SHARE_NEEDLESS if parts.is_recomputing else IDLE_SHARE):
         return None

@@ -1,9 +1,9 @@
-"""A catalogue of GPUs, and roofline estimates of decoding and training speed.
+"""Lists GPUs, and estimates decoding and training speed with a roofline model.
 
-Decoding one token for `c` sequences reads the weights once and each sequence's cache. It computes
-two operations per parameter and sequence. The step takes as long as the slower of the two, reading
-or computing. Training computes six operations per parameter and token. Peak rates are scaled by the
-shares that real engines reach:
+A decoding step for `c` sequences reads the weights once, and the cache of each sequence. The step
+computes two operations per parameter and sequence. Its time is the time of reading or of computing,
+whichever is longer. Training computes six operations per parameter and token. Peak rates are scaled
+by the shares that real engines reach:
 
 * 0.60 of the memory bandwidth in decoding: measured as 55-60 % on A100 and H100 by Databricks, "LLM
   Inference Performance Engineering: Best Practices" (2023).
@@ -12,7 +12,7 @@ shares that real engines reach:
 * 0.40 of the arithmetic in training: Megatron-LM reports 44-52 % (arXiv:2104.04473) and PaLM 46 %
   (arXiv:2204.02311) for pre-training; packed sequences of unequal length reach less.
 
-A measured rate, where there is one, replaces the estimate.
+If a rate was measured, it replaces the estimate.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Gpu:
     """Memory bandwidth, bytes per second."""
     memory_bytes: int
     link_bytes_per_s: float
-    """Bandwidth to the other GPUs of the machine, bytes per second and direction."""
+    """Bandwidth to another GPU of the same machine, bytes per second in each direction."""
     num_per_node: int = 8
-    """Number of GPUs in a usual machine."""
+    """Number of GPUs in a typical machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The dimensions of a model that determine its speed."""
+    """The dimensions of a model, from which its speed is estimated."""
 
     name: str
     num_params: float
@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers, at two bytes per number."""
+        """Bytes of one token's keys and values in all layers, with two bytes per number."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -95,7 +95,7 @@ _ROWS = (
 )
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _ROWS}
-"""The catalogue by name; the rows of H20 and H800 are taken from arXiv:2511.00796."""
+"""The catalogue of GPUs by name. The source of H20 and H800 is arXiv:2511.00796."""
 
 
 def _model(name: str, params: float, layers: int, hidden: int, kv_heads: int) -> ModelShape:
@@ -134,9 +134,9 @@ ARITHMETIC_EFFICIENCY = 0.60
 TRAIN_EFFICIENCY = 0.40
 """Share of the peak arithmetic rate that training reaches."""
 USABLE_MEMORY = 0.90
-"""Share of a GPU's memory that an engine uses; 0.90 is vLLM's default."""
+"""Share of a GPU's memory that an engine uses. 0.90 is vLLM's default."""
 MAX_SEQUENCES = 256
-"""Largest number of sequences in a decoding batch; 256 is vLLM's default on smaller GPUs."""
+"""Largest number of sequences in a decoding batch. 256 is vLLM's default on smaller GPUs."""
 RESERVED_BYTES = 2 << 30
 """Bytes of GPU memory for activations, CUDA graphs and the context of one process."""
 BYTES_PER_WEIGHT = 2
@@ -145,7 +145,7 @@ BYTES_PER_WEIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Speed and batch size of one generating copy of a model."""
+    """The speed and the batch size of a model copy that generates."""
 
     tokens_per_s: float
     """Completion tokens per second of all sequences together."""
@@ -164,7 +164,7 @@ def decode_rate(
 ) -> Decode | None:
     """Return the estimated speed of a model on `tensor_parallel` GPUs together.
 
-    None if the model does not fit into their memory.
+    If the model does not fit into the GPUs' memory, return None.
 
     Example: an RTX 4090 (1008 GB/s, 24 GiB), and 4.0e9 parameters in 36 layers with 8 heads of 128.
     The weights, 8.0 GB, take 13.3 ms at 605 GB/s. 11.6 GB are left for caches of 147 kB per token.
@@ -193,7 +193,7 @@ def decode_rate(
 
 
 def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel: int) -> float:
-    """Return the seconds of two all-reduces per layer over `num_rows` activations."""
+    """Return the seconds of all layers' all-reduces, two per layer over `num_rows` activations."""
     if tensor_parallel == 1:
         return 0.0
     volume = 2 * (tensor_parallel - 1) / tensor_parallel
@@ -202,7 +202,7 @@ def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel:
 
 
 def train_flops(model: ModelShape, *, num_tokens: float, mean_tokens: float) -> float:
-    """Return the number of operations of one optimizer step: forward and backward pass.
+    """Return the number of operations in the forward and backward passes of an optimizer step.
 
     Attention is included.
     """

@@ -1,12 +1,12 @@
-"""Divide the unequal GPUs of one site between training and generation.
+"""Divides the GPUs of one site, of different types, between training and generation.
 
-Only divisions that Echo can run are considered. GPUs of one type train, with the weights sharded
-evenly over the ranks of torchrun. All other GPUs generate, and vLLM runs each copy of the model
-inside one machine. There are few such divisions, so all are tried.
+Only divisions that Echo can run are tried. GPUs of one type train, and torchrun's ranks share the
+weights evenly. All other GPUs generate, and vLLM runs each copy of the model within one machine.
+All such divisions are tried, because they are few.
 
-The idea is AReaL-Hex's (arXiv:2511.00796). Its search also splits training by layers and tensors,
-and across types of GPU; `bench/hex_search.py` implements that search and compares it with the
-paper's ratios.
+The idea is from AReaL-Hex (arXiv:2511.00796). AReaL-Hex also splits training by layers and tensors,
+and across types of GPU. `bench/hex_search.py` implements this larger search and compares its
+results with the paper.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from echo.fleet.gpus import BYTES_PER_WEIGHT, Gpu, ModelShape, decode_rate, train_seconds
 
 PARALLEL_SIZES = (1, 2, 4, 8)
-"""Degrees of tensor parallelism that are tried for a copy of the model that generates; each divides
-a machine's 8 GPUs."""
+"""Degrees of tensor parallelism to try for a generating model copy. All divide 8, a machine's
+number of GPUs."""
 MICRO_BATCH_TOKENS = 16_384
 """Number of tokens in one micro-batch of one rank."""
 STATE_BYTES_PER_PARAM = 16
-"""Bytes per parameter of bfloat16 weights and gradients, float32 masters and Adam moments; FSDP2
-shards all of them."""
+"""Bytes per parameter for bfloat16 weights and gradients, float32 master weights and Adam moments.
+FSDP2 shards all of these."""
 ACTIVATION_SHARE = 0.3
-"""Share of a GPU's memory that is kept for activations, which are recomputed layer by layer."""
+"""Share of a GPU's memory that is reserved for activations, which are recomputed layer by layer."""
 _PASSES_PER_MICRO_BATCH = 3
-"""How many times a micro-batch sends the bytes of all weights over the links.
+"""Number of times that a micro-batch sends the bytes of all weights over the links.
 
-The weights are sent in the forward pass and in the backward pass, and then the gradients.
+The forward pass and the backward pass send the weights. Then the gradients are sent.
 """
 
 
@@ -55,13 +55,13 @@ class SiteJob:
     prompt_tokens: float
     completion_tokens: float
     max_tokens: float
-    """Number of tokens of the longest sequence, prompt included."""
+    """Number of tokens of the longest sequence, including the prompt."""
     reward_s: float = 0.0
-    """Seconds per step in which rewards are computed and nothing else is done."""
+    """Seconds per step in which only rewards are computed."""
 
     @property
     def mean_tokens(self) -> float:
-        """Mean number of tokens of a sequence, prompt included."""
+        """Mean number of tokens of a sequence, including the prompt."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -69,14 +69,15 @@ class SiteJob:
 
 
 def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> float:
-    """Return the seconds of one optimizer step on `num_gpus` GPUs of type `name`.
+    """Return the seconds of one optimizer step on `num_gpus` GPUs of the type `name`.
 
-    The result is infinite if the model does not fit. FSDP2 gathers the next layer while it computes
-    the present layer. So a step takes as long as the longer of traffic and computation.
+    If the model does not fit into memory, the result is infinite. FSDP2 gathers the next layer
+    while it computes the present layer. So the step time is the time of traffic or of computation,
+    whichever is longer.
 
-    Example: each of 8 GPUs reaches 40 % of 10^14 operations per second, so a step of 3.2 * 10^15
-    operations takes 10 s. This holds if sending the weights takes less time than computing a
-    micro-batch of 16 384 tokens.
+    Example: 8 GPUs each reach 40 % of 10^14 operations per second. A step of 3.2 * 10^15 operations
+    takes 10 s, if sending the weights takes less time than computing a micro-batch of 16 384
+    tokens.
     """
     gpu, model = cluster.gpus[name], job.model
     state_bytes = model.num_params * STATE_BYTES_PER_PARAM / num_gpus
@@ -95,10 +96,10 @@ def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> fl
 
 
 def training_sizes(gpu: Gpu, count: int) -> Iterator[int]:
-    """Yield the numbers of GPUs, at most `count`, that can train together.
+    """Yield the numbers of GPUs up to `count` that can train together.
 
-    Within one machine any number of GPUs can train together. Several machines can train together
-    only with all of their GPUs.
+    Within one machine, any number of GPUs can train together. If several machines train together,
+    each uses all its GPUs.
     """
     yield from range(1, min(count, gpu.num_per_node) + 1)
     yield from range(2 * gpu.num_per_node, count + 1, gpu.num_per_node)
@@ -114,7 +115,7 @@ def training_sizes(gpu: Gpu, count: int) -> Iterator[int]:
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers with the sum `total`, in proportion to `weights`.
+    """Divide `total` into whole numbers in proportion to `weights`.
 
     For example, 10 divided by (2, 1) is [7, 3].
     """
@@ -128,22 +129,22 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """A way to run one copy of the model for generation."""
+    """A set of GPUs that runs one copy of the model for generation."""
 
     gpus: tuple[tuple[str, int], ...]
-    """(type, number of GPUs) that one copy uses."""
+    """The GPUs of one copy, as (type, number of GPUs)."""
     tensor_parallel: int
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """The kinds of model copies to run, and the number of rollouts of each."""
+    """The kinds of model copies to run, and the number of rollouts for each kind."""
 
     replicas: tuple[tuple[Replica, int], ...] = ()
-    """(replica, number of copies of this kind)."""
+    """The kinds of copies, as (replica, number of copies)."""
     rollouts: tuple[int, ...] = ()
-    """For each entry of `replicas`, how many rollouts of one step all its copies generate."""
+    """Number of rollouts per step for each entry of `replicas`, for all its copies together."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -204,7 +205,7 @@ def choose_replicas(replicas: Sequence[Replica], count: int, num_rollouts: int) 
 
 
 def share_rollouts(replicas: Sequence[tuple[Replica, int]], num_rollouts: int) -> RolloutPlan:
-    """Return a plan that divides the rollouts among replicas in proportion to their rates."""
+    """Divide the rollouts among replicas in proportion to their rates; return the plan."""
     if not replicas:
         return RolloutPlan()
     rates = [replica.tokens_per_s * count for replica, count in replicas]
@@ -232,14 +233,14 @@ class OverlappedStep:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step, those of the longer of its two sides."""
+        """Seconds of one step: the time of training or of generation, whichever is longer."""
         return max(self.train_s, self.rollout_s)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key of a step; a better step has a lower key.
+        """The sort key of a step. Better steps have lower keys.
 
-        The key is a pair: the seconds of the longer side, then the seconds of the shorter side.
+        The key is the time of the longer side, then the time of the shorter side.
         """
         return self.step_s, min(self.train_s, self.rollout_s)
 
@@ -253,7 +254,7 @@ class Division(OverlappedStep):
 
 
 def find_division(cluster: Cluster, job: SiteJob) -> Division | None:
-    """Return the division with the shortest step; None if the model fits on none."""
+    """Return the division with the shortest step; None if the model fits on no division."""
     replicas = possible_replicas(cluster, job)
     divisions = (
         price(cluster, job, replicas, name, num_gpus)

@@ -1,4 +1,4 @@
-"""The job that a fleet is planned for: batch, lengths, staleness bound, learner."""
+"""Defines the planner's job: batch, lengths, staleness bound and learner."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import NormalDist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training run as the planner sees it: its sizes, times and limits."""
+    """A training run for the planner: its sizes, times and limits."""
 
     groups_per_step: int
     group_size: int
     useful_share: float = 1.0
-    """Share of the groups that are trained on: those whose rewards are not all equal."""
+    """Share of the groups with differing rewards. Only these groups are trained on."""
     max_staleness: int
     """Inclusive bound S on staleness, in optimizer steps."""
     publish_period: int
@@ -25,29 +25,29 @@ class Job:
     """Mean number of tokens of a completion."""
     max_completion_tokens: float
     completion_spread: float = 0.0
-    """Standard deviation of a completion's length divided by its mean; lengths are assumed
-    log-normal."""
+    """Standard deviation of the completion length, divided by the mean length. Lengths are assumed
+    to be log-normal."""
     version_bytes: float
-    """Bytes of one publication: of all weights, or of a delta."""
+    """Bytes of one publication: all weights or a delta."""
     chunk_bytes: float = 2.0**20
     upload_bytes_per_token: float = 17.0
     """Bytes that a worker sends per completion token (echo/core/rollout.py).
 
-    They are 4 of the id, 4 of the log-prob, 8 of the version, 1 of the mask.
+    They are 4 for the id, 4 for the log-probability, 8 for the version and 1 for the mask.
     """
     has_pausing_workers: bool = False
     """Whether workers stop generating while new weights arrive."""
     margin: float = 0.1
-    """Share by which the rented rate must exceed the required rate."""
+    """Share by which the fleet's rate must exceed the required rate."""
     rate_spread: float = 0.0
-    """Standard deviation of the time in which the fleet makes a batch, divided by its mean."""
+    """Standard deviation of the fleet's time for a batch, divided by the mean time."""
     learner_price_per_h: float = 0.0
     budget_per_h: float = math.inf
     """Largest $ per hour for nodes and traffic, without the learner."""
 
     @property
     def rollouts_per_step(self) -> float:
-        """R, the number of rollouts for one step, including groups without a signal."""
+        """R: number of rollouts sampled for one step, including those without a training signal."""
         return self.groups_per_step * self.group_size / self.useful_share
 
     @property
@@ -57,9 +57,9 @@ class Job:
 
     @property
     def longest_completion_tokens(self) -> float:
-        """Expected length in tokens of the longest of a group's n completions.
+        """Expected number of tokens of the longest of a group's n completions.
 
-        It is the quantile n / (n + 1) of the lengths, at most the token limit.
+        This is the quantile n / (n + 1) of the lengths, capped at the token limit.
         """
         if self.completion_spread == 0:
             return min(self.completion_tokens, self.max_completion_tokens)

@@ -1,10 +1,11 @@
-"""Regions, offers and rented fleets: their rates, prices and broadcast times.
+"""Computes the rates, prices and broadcast times of regions, offers and rented fleets.
 
-A fleet is a list of offers with the number of active nodes of each. The learner sends the weights
-once to each region with a relay. In other regions it sends them once to each offer whose nodes
-listen, because these nodes pass the weights on in a chain. It sends them once to every other node.
-These streams share the learner's uplink. The streams within a region share the uplink of its relay.
-Streams are pipelined by chunks, so a hop delays a version by the time of one chunk.
+A fleet is a list of offers with the number of active nodes of each offer. The learner sends one
+stream of weights to each region with a relay. In other regions, the learner sends one stream to
+each offer whose nodes listen, because these nodes forward the weights in a chain, and one stream to
+every other node. All these streams share the learner's uplink. The streams within a region share
+the uplink of the region's relay. Streams are pipelined by chunks, so each hop delays a version by
+the time of one chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Region:
     """Rate of one stream from the learner to the region, bytes per second."""
     latency_s: float = 0.0
     price_per_gb: float = 0.0
-    """$ per GB that the learner sends to this region."""
+    """$ per GB sent from the learner to this region."""
     relay_bytes_per_s: float | None = None
     """Uplink of the region's relay, bytes per second; None without a relay."""
     relay_price_per_h: float = 0.0
@@ -51,23 +52,23 @@ class Offer:
     down_bytes_per_s: float = UNLIMITED
     up_bytes_per_s: float = UNLIMITED
     can_listen: bool = False
-    """Whether other nodes can dial a node of this offer; if so, it passes weights on to them."""
+    """Whether other nodes can dial a node of this offer to get weights."""
     price_per_gb: float = 0.0
-    """$ per GB that enters or leaves the node."""
+    """$ per GB that the node receives or sends."""
     losses_per_h: float = 0.0
-    """Times per hour that a node is lost, for example a spot machine that is reclaimed."""
+    """Number of losses of a node per hour, for example because a spot machine is preempted."""
     restart_s: float = 0.0
     """Seconds until a lost node is replaced."""
 
     @property
     def availability(self) -> float:
-        """Share of the time in which a node works and is not being replaced."""
+        """Share of time in which a node works, rather than being replaced."""
         return 1 / (1 + self.losses_per_h / 3600 * self.restart_s)
 
     def lost_rollouts_per_s(self) -> float:
-        """Return how many rollouts per second are lost with lost nodes.
+        """Return the number of rollouts per second that are lost with lost nodes.
 
-        An unfinished rollout counts as half a rollout.
+        An unfinished rollout counts as half.
         """
         return self.losses_per_h / 3600 * self.concurrency / 2
 
@@ -77,9 +78,9 @@ class Offer:
         return max(0.0, made - self.lost_rollouts_per_s())
 
     def group_latency_s(self, job: Job) -> float:
-        """Return the seconds that one node takes for a group.
+        """Return the seconds in which one node finishes a group.
 
-        This is the time of the longest rollout, at the speed of one sequence in a full engine.
+        This is the time of the group's longest rollout at the speed of a full engine.
         """
         return job.longest_completion_tokens * self.concurrency / self.tokens_per_s
 
@@ -94,7 +95,7 @@ class RentedFleet:
     """Rate of the learner's uplink, bytes per second."""
 
     def region_of(self, offer: Offer) -> Region:
-        """Return the region in which an offer's nodes are."""
+        """Return the region of an offer's nodes."""
         return self.regions[offer.region]
 
     def rate(self, job: Job, counts: Counts) -> float:
@@ -115,9 +116,9 @@ class RentedFleet:
     def broadcast_s(self, job: Job, counts: Counts) -> float:
         """Return the seconds from a publication until the last active node holds the version.
 
-        Example: 1 GB to two nodes that cannot listen, over an uplink of 100 MB/s and downlinks of
-        80 MB/s. Two streams of 50 MB/s take 20 s. If they listen, one stream runs at the 80 MB/s of
-        the downlink. It takes 12.5 s, plus one chunk for the second hop.
+        Example: a version of 1 GB for two nodes, an uplink of 100 MB/s and downlinks of 80 MB/s. If
+        the nodes cannot listen, two streams of 50 MB/s take 20 s. If the nodes listen, one stream
+        of 80 MB/s takes 12.5 s, plus the time of one chunk for the second hop.
         """
         streams = self.learner_streams(counts)
         return max(
@@ -136,7 +137,7 @@ class RentedFleet:
         )
 
     def learner_streams(self, counts: Counts) -> int:
-        """Return the number of nodes to which the learner itself sends each version."""
+        """Return the number of streams in which the learner sends each version."""
         relays = {
             offer.region
             for offer, count in zip(self.offers, counts, strict=True)
@@ -156,13 +157,13 @@ class RentedFleet:
     def link_bytes_per_s(self, offer: Offer) -> float:
         """Return the rate, in bytes per second, at which one node can receive a version.
 
-        A node that listens passes the version on, so its uplink must reach that rate, too.
+        A node that listens forwards the version, so the rate is also limited by its uplink.
         """
         links = [self.region_of(offer).bytes_per_s, offer.down_bytes_per_s]
         return min([*links, offer.up_bytes_per_s] if offer.can_listen else links)
 
     def num_hops(self, offer: Offer, count: int) -> int:
-        """Return how many nodes pass a version on to the last node of an offer.
+        """Return the number of nodes that forward a version before an offer's last node gets it.
 
         The offer has `count` nodes.
         """
@@ -180,7 +181,7 @@ class RentedFleet:
         return job.version_bytes * streams / uplink
 
     def rent_per_h(self, counts: Counts) -> float:
-        """Return the $ per hour for the active nodes and for the relays that serve them."""
+        """Return the $ per hour for the active nodes and their relays."""
         pairs = list(zip(self.offers, counts, strict=True))
         relays = {offer.region for offer, count in pairs if count and self.has_relay(offer)}
         nodes = sum(offer.price_per_h * count for offer, count in pairs)
@@ -202,7 +203,7 @@ class RentedFleet:
         return total + sum(self.regions[name].price_per_gb * gigabytes for name in relays)
 
     def upload_cost_per_s(self, job: Job, counts: Counts) -> float:
-        """Return the $ per second for sending rollouts, at the full rate of all nodes."""
+        """Return the $ per second for sending rollouts when all nodes run at their full rate."""
         pairs = zip(self.offers, counts, strict=True)
         per_rollout = job.completion_tokens * job.upload_bytes_per_token / GIGABYTE
         return sum(
@@ -211,7 +212,7 @@ class RentedFleet:
         )
 
     def cost_per_h(self, job: Job, counts: Counts) -> float:
-        """Return the $ per hour for nodes, relays and traffic, if the learner never waits.
+        """Return the $ per hour for nodes, relays and traffic of a learner that never waits.
 
         `select` minimises this cost. A version is published every publish_period * train_s seconds.
         """

@@ -1,30 +1,32 @@
-"""Overlap of generation and training: the provisioning rule, and the predicted idle time.
+"""Models the overlap of generation and training: the provisioning rule and the idle time.
 
-The provisioning rule of ECHO-2 (arXiv:2602.02192) is stated in words only, and has two readings. R
-is the number of rollouts per step, S the staleness bound, kappa the publish period:
+ECHO-2 (arXiv:2602.02192) states its provisioning rule only in words, which can be read in two ways.
+R is the number of rollouts per step, S the staleness bound, kappa the publish period, T_train the
+time of a step and T_bcast the time of a broadcast:
 
 * workers that pause while new weights arrive need
       rate >= kappa * R / (kappa * T_train - T_bcast)
 * workers that keep generating during the broadcast need
       rate >= R / T_train  and  (kappa - 1) + ceil((T_bcast + T_group + T_queue) / T_train) <= S
 
-T_group is the time of a group, and T_queue = R / rate is the time to gather a batch.
+T_group is the time of one group, and T_queue = R / rate is the time in which the fleet makes a
+batch.
 
-`predict` uses neither reading. It follows the rule of admission (leases/grants/admission.py) step
-by step. Batch k is generated after batch k - 1. It begins once a version w with S + w + 1 > k is
-installed, and is trained after step k - 1. So the prediction is also valid for a fleet that breaks
-the provisioning rule, and shows how long its learner waits.
+`predict` does not use this rule. It simulates the admission of groups (leases/grants/admission.py)
+step by step. Batch k is generated after batch k - 1, as soon as a version w with S + w + 1 > k is
+installed. Batch k is trained after step k - 1. So the prediction is also valid for fleets that
+break the provisioning rule, and shows how long the learner waits.
 
-A batch is complete when the fleet has made all of its rollouts. This takes at least the time of one
-group. If groups differ in length, some workers still make the last groups of a batch. Meanwhile
-others begin the next batch or wait for it. That delays a batch by half of a group's time at most.
+A batch is complete when the fleet has made all its rollouts, after at least the time of one group.
+If groups differ in length, some workers make the last groups of a batch while other workers begin
+the next batch or wait for it. This delays a batch by at most half of a group's time.
 
-Staleness is predicted for grants just in time (leases/grants/just_in_time.py). So each batch begins
-at the latest instant that delays no step of this prediction. In three cases it begins as early as
-admission allows: the learner waits for more than OPEN_SHARE of its time, the fleet needs its
-fastest node, or groups that are held back would still be as old as S.
+Staleness is predicted for just-in-time grants (leases/grants/just_in_time.py): each batch begins at
+the latest instant that delays no step. In three cases a batch begins as early as admission allows:
+the learner waits for more than OPEN_SHARE of its time, the fleet needs its fastest node, or delayed
+groups would still be as old as S.
 
-Differs from the paper: the second reading and the prediction are this project's.
+The second form of the rule and the prediction are not in the paper.
 """
 
 from __future__ import annotations
@@ -39,24 +41,23 @@ from statistics import NormalDist
 from echo.fleet.job import Job
 
 _CYCLES = 40
-"""Number of publications that a prediction follows; the first half is a warm-up."""
+"""Number of simulated publications in a prediction. The first half is a warm-up."""
 _LARGEST_TAIL = 0.5
-"""Largest delay of a batch by its last groups, as a share of a group's time."""
+"""Largest delay of a batch by its last groups, as a share of one group's time."""
 MAX_STALENESS = 64
-"""Largest S that is proposed as a remedy. Published systems train stably up to this staleness."""
+"""Largest staleness bound that is proposed as a remedy. Published systems train stably up to this
+staleness."""
 OPEN_SHARE = 0.02
-"""No group is held back if the learner has waited for more than this share of its time."""
+"""If the learner has waited for more than this share of its time, no grants are delayed."""
 MAX_LOSS = 0.45
-"""Groups are held back only if the fleet would be fast enough without its fastest worker. At most
-this share of the fleet's speed counts as that worker's. So a fleet with twice the speed that the
-learner needs can always hold groups back.
-"""
+"""Grants are delayed only if the fleet is fast enough without its fastest worker. At most this
+share of the fleet's speed is attributed to this worker. So a fleet with twice the required speed
+can always delay grants."""
 SLACK = 1
-"""Groups are held back only if they stay at least this many versions below the staleness bound.
-Otherwise a late group would be stale.
-"""
+"""Grants are delayed only if groups remain at least this many versions below the staleness bound.
+Otherwise a late group would be stale."""
 _CHANGE = 0.9
-"""Factor by which a resource is improved, to find whether it limits the run."""
+"""Factor by which a resource is improved to test whether the resource limits the run."""
 
 
 class Resource(Enum):
@@ -73,14 +74,14 @@ class Prediction:
     """Predicted speed, idle time and staleness of a fleet."""
 
     step_s: float
-    """Mean seconds between optimizer steps; infinite if no rollout is ever made."""
+    """Mean seconds between optimizer steps; infinite if no rollouts are made."""
     idle_share: float
-    """Share of the time in which the learner waits for a batch, 0..1."""
+    """Share of time in which the learner waits for a batch, 0..1."""
     staleness: Mapping[int, float]
     """Share of the trained tokens by staleness; empty if nothing is trained."""
     wasted_share: float
-    """Share of the generated rollouts that no step trains on; groups without a signal do not count.
-    """
+    """Share of the generated rollouts that are never trained on. Groups without a signal do not
+    count."""
 
     @property
     def mean_staleness(self) -> float:
@@ -91,10 +92,11 @@ class Prediction:
 def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = None) -> float:
     """Return the rollouts per second that the provisioning rule requires, without margin.
 
-    The result is infinity if workers that pause during a broadcast have no time left to generate.
+    If broadcasts leave pausing workers no time to generate, the result is infinity.
 
-    Example: R = 64, T_train = 10 s, kappa = 2, T_bcast = 4 s. Pausing workers have 16 s of 20 s for
-    128 rollouts: 8 per second. Workers that keep generating make 64 in 10 s: 6.4 per second.
+    Example: 64 rollouts per step, steps of 10 s, a publication every 2 steps, broadcasts of 4 s.
+    Pausing workers have 16 s of 20 s for 128 rollouts, so 8 per second are required. Workers that
+    keep generating have 10 s for 64 rollouts, so 6.4 per second are required.
     """
     if not (job.has_pausing_workers if is_pausing is None else is_pausing):
         return job.rollouts_per_step / job.train_s
@@ -103,9 +105,10 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
 
 
 def window_s(job: Job) -> float:
-    """Return the seconds from a publication until the version's first batch must be complete.
+    """Return the seconds between a publication and the deadline of the version's first batch.
 
-    The result is (S - kappa + 1) * T_train. A later batch would make the learner wait.
+    The result is (max_staleness - publish_period + 1) * train_s. After the deadline, the learner
+    would wait for the batch.
     """
     return (job.max_staleness - job.publish_period + 1) * job.train_s
 
@@ -113,8 +116,8 @@ def window_s(job: Job) -> float:
 def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
     """Return whether workers that generate during broadcasts satisfy the staleness bound.
 
-    This is the second of the two conditions for these workers in the provisioning rule (see the
-    module). For whole n, ceil(y) <= n is the same as y <= n, so nothing is rounded here.
+    This is the condition with S in the provisioning rule (see the module). The code needs no ceil,
+    because ceil(y) <= n is equivalent to y <= n for a whole number n.
     """
     if rate <= 0:
         return False
@@ -125,9 +128,9 @@ def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) 
 def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
     """Return whether a fleet satisfies the provisioning rule with the job's margin.
 
-    The rule has one form for workers that pause during a broadcast, and another for workers that do
-    not. `job` says which workers it has. In both forms each broadcast must also end before the next
-    one begins.
+    The rule has two forms: one for workers that pause during a broadcast, and one for workers that
+    keep generating. `job` selects the form. In both forms, each broadcast must end before the next
+    broadcast begins.
     """
     if broadcast_s >= job.publish_period * job.train_s:
         return False
@@ -139,19 +142,19 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 
 
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
-    """Return the least factor by which steps must be longer to satisfy the rule.
+    """Return the smallest factor by which steps must be longer to satisfy the provisioning rule.
 
-    It is the provisioning rule. If workers keep generating and the period is S + 1, workers and
-    learner must take turns. Then no length of steps satisfies the rule. Then the result is the time
-    of a step, with the learner's wait, divided by T_train.
+    If workers keep generating and the publish period is S + 1, where S is max_staleness, workers
+    and learner must take turns. Then no step time satisfies the rule, and the result is the step
+    time with the learner's wait, divided by train_s.
 
-    Example: S = 1, kappa = 1, T_train = 10 s, R = 64, 16 rollouts per second, T_bcast = 7 s and
-    T_group = 0. The broadcast of a version and its batch take 7 + 4 s. So steps must take 11 s, and
-    the factor is 1.1. With kappa = 2, which is S + 1, two steps take 7 + 4 + 20 s. That is 15.5 s
-    per step, and the function returns 1.55.
+    Example: max_staleness 1, steps of 10 s with 64 rollouts, 16 rollouts per second, broadcasts of
+    7 s, latency 0. With a publish period of 1, a broadcast and a batch take 7 + 4 s. So steps must
+    take 11 s, and the factor is 1.1. With a publish period of 2, two steps take 7 + 4 + 20 s. This
+    is 15.5 s per step, and the result is 1.55.
 
     Returns:
-        1 if the fleet satisfies the rule, margin included; infinity if the rate or T_train is 0;
+        1 if the fleet satisfies the rule with its margin; infinity if the rate or train_s is 0;
         otherwise a factor above 1.
     """
     period, batch = job.publish_period, job.rollouts_per_step
@@ -193,10 +196,9 @@ def predict(
         broadcast_s: seconds from a publication until every node holds the version.
         latency_s: seconds that a node takes for a group.
         largest: rollouts per second of the fastest node.
-        lost_per_s: rollouts per second that are lost because their node is lost; not part of
-            `rate`.
-        is_paced: whether leases limit the workers to the demand; if not, they make more rollouts,
-            which are discarded.
+        lost_per_s: rollouts per second that are lost with lost nodes; `rate` does not include them.
+        is_paced: whether leases limit the workers to the demand. Otherwise the surplus rollouts are
+            discarded.
     """
     if rate <= 0:
         return Prediction(step_s=math.inf, idle_share=1.0, staleness={}, wasted_share=0.0)
@@ -228,7 +230,7 @@ def predict(
 
 
 class _Pipeline:
-    """Computes, step by step, when each batch is generated, published and trained."""
+    """Computes the times at which batches are generated and trained, and versions published."""
 
     def __init__(
         self, job: Job, rate: float, broadcast_s: float, latency_s: float, *, is_paced: bool
@@ -267,16 +269,17 @@ class _Pipeline:
             self.installed.append((at, version))
 
     def _gate(self, step: int) -> float:
-        """Return when a version that may generate this step's batch is installed."""
+        """Return when the first version that may generate this step's batch is installed."""
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness
         return next(at for at, version in self.installed if version >= oldest)
 
     def _spans_of_work(self, begin: float, work_s: float) -> list[tuple[float, float]]:
-        """Return the intervals in which workers generate for `work_s` seconds in all.
+        """Return the intervals in which workers generate; their total length is `work_s` seconds.
 
-        The work starts at `begin`. If workers pause, broadcasts interrupt them.
+        The first interval starts at or after `begin`. If workers pause, broadcasts interrupt the
+        work.
         """
         spans, at = [], begin
         for arrival, _ in self.installed[1:] if self.job.has_pausing_workers else ():
@@ -292,9 +295,9 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return staleness -> seconds in which batches of this staleness are generated.
+        """Return the seconds in which batches are generated, by staleness of the batch.
 
-        A batch has the staleness of the version that is installed while it is generated. If
+        The version that is installed during generation determines a batch's staleness. If
         `is_just_in_time`, each batch begins at the latest instant that delays no step.
         """
         found: dict[int, float] = {}
@@ -313,7 +316,7 @@ class _Pipeline:
         return found
 
     def _begin_of_work(self, end: float, work_s: float) -> float:
-        """Return when work must begin, to have generated for `work_s` seconds at `end`."""
+        """Return when work must begin for workers to generate for `work_s` seconds before `end`."""
         begin = end - work_s
         for arrival, _ in reversed(self.installed[1:]) if self.job.has_pausing_workers else ():
             if arrival - self.broadcast_s < end and arrival > begin:
@@ -331,15 +334,16 @@ class _Pipeline:
 
 
 def _with_spread(job: Job, batch_s: float) -> float:
-    """Return the mean time of a step if the time of a batch varies.
+    """Return the mean time of a step when the time of a batch varies.
 
-    The job has the spread of this time. A step takes max(T_train, X), where X is the time of a
-    batch. The buffer averages X over the n batches that the staleness bound allows to be made
-    ahead. If X is normal, the mean time is
+    A step takes max(T, X), where T is the training time and X is the time of a batch. The buffer
+    averages X over the batches that the staleness bound allows to be made ahead. If X is normally
+    distributed, the mean time is
 
         T + d * (z * Phi(z) + phi(z)),    z = (mean of X - T) / d
 
-    where d is the deviation of the average.
+    where d is the standard deviation of the average, Phi the normal distribution and phi its
+    density.
     """
     ahead = max(1, job.max_staleness - job.publish_period + 2)
     deviation = job.rate_spread * batch_s / math.sqrt(ahead)
@@ -353,7 +357,7 @@ def _with_spread(job: Job, batch_s: float) -> float:
 def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> Resource:
     """Return the resource that limits the speed.
 
-    A tenth more of it helps most. The learner's training time is one of the resources.
+    This is the resource whose improvement by a tenth shortens the step most.
     """
 
     def step_s(job: Job, rate: float, broadcast_s: float, latency_s: float) -> float:
@@ -372,11 +376,11 @@ def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: fl
 def staleness_range(
     job: Job, *, rate: float, broadcast_s: float, latency_s: float
 ) -> tuple[int, int] | None:
-    """Return the range of staleness bounds S that is useful for a fleet.
+    """Return the range of useful staleness bounds for a fleet.
 
-    The first number is the least S that satisfies the provisioning rule. The second is the S beyond
-    which a larger S does not reduce the idle share. None if no S up to MAX_STALENESS satisfies the
-    rule. The job's own bound is not used.
+    The first number is the smallest bound that satisfies the provisioning rule. The second number
+    is the largest bound that still reduces the idle share. If no bound up to MAX_STALENESS
+    satisfies the rule, the result is None. The job's own bound is not used.
     """
 
     def idle(bound: int) -> float:
@@ -399,17 +403,17 @@ def staleness_range(
 def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
     """Return the smallest publish period in which training hides the broadcast of a version.
 
-    It is the smallest kappa with kappa * t_train_s > t_bcast_s, but at most S + 1. With a longer
-    period the newest published version would be too old to sample for the step before the next
-    publication. Learner and workers would then wait for each other.
+    This is the smallest period with period * t_train_s > t_bcast_s, but at most max_staleness + 1.
+    With a longer period, the newest version would become too old to sample before the next
+    publication. Then learner and workers would wait for each other.
 
     Args:
         t_train_s: seconds per optimizer step, above 0.
-        t_bcast_s: seconds until the slowest active worker holds a published version, from 0 up.
-        max_staleness: S, from 0 up.
+        t_bcast_s: seconds until the slowest active worker holds a published version, at least 0.
+        max_staleness: bound on staleness, in steps, at least 0.
 
     Returns:
-        Optimizer steps between publications, from 1 to S + 1.
+        Optimizer steps between publications, from 1 to max_staleness + 1.
 
     Raises:
         ValueError: if an argument is out of its range.

@@ -1,4 +1,4 @@
-"""Provisioning: which fleet to rent for a job, or why no fleet on offer is sufficient."""
+"""Finds the fleet to rent for a job, or the reasons why no fleet on offer is sufficient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from echo.fleet.selection import Selection, select
 
 
 PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
-"""Factors of the learner's own step time; the Pareto front has one fleet for each of them."""
+"""Factors of the learner's step time. The Pareto front has one fleet for each factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +63,38 @@ class Sensitivity:
 
     change: str
     idle_change: float
-    """Idle share after the change minus before; negative if the learner waits less."""
+    """Idle share after the change minus idle share before; negative if the learner waits less."""
     cost_change_per_h: float
-    """$ per hour after the change minus before."""
+    """$ per hour after the change minus $ per hour before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provisioning:
-    """A fleet to rent, with its forecast and what limits it."""
+    """A fleet to rent, with its forecast and its limits."""
 
     fleet: RentedFleet
     job: Job
-    """The job, with the publish period that the plan has chosen."""
+    """The job with the plan's publish period."""
     outcome: Forecast
     gap: float
-    """Share of the cost by which another fleet may be cheaper; 0 if this one is proven to be the
+    """Share of the cost by which another fleet may be cheaper. 0 if this fleet is proven to be the
     cheapest."""
     required_pausing: float
-    """Rollouts per second that the provisioning rule requires of workers that pause during a
-    broadcast."""
+    """Rollouts per second that the provisioning rule requires if workers pause during a broadcast.
+    """
     required_overlapping: float
-    """Rollouts per second that the provisioning rule requires of workers that generate during a
+    """Rollouts per second that the provisioning rule requires if workers generate during a
     broadcast."""
     binding: Resource
     staleness_bounds: tuple[int, int] | None
-    """The least S that satisfies the provisioning rule, and the S beyond which a larger S does not
-    help; None if no S satisfies it."""
+    """The smallest staleness bound that satisfies the provisioning rule, and the largest useful
+    bound. None if no bound satisfies the rule."""
     unpaced_waste: float
-    """Share of rollouts that would be discarded if leases did not limit the workers."""
+    """Share of rollouts that would be discarded if leases did not limit the workers to the demand.
+    """
     sensitivities: tuple[Sensitivity, ...]
     front: tuple[Forecast, ...]
-    """The forecast of the cheapest fleet for each of several step times, fastest first."""
+    """The forecasts of the cheapest fleets for several step times, fastest first."""
 
 
 def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provisioning | None:
@@ -105,7 +106,7 @@ def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provision
 
 
 def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
-    """Return the plan for selected nodes: their forecast, their limits and alternatives."""
+    """Return the plan for selected nodes: the forecast, the limits and alternatives."""
     job, counts = selection.job, selection.counts
     outcome = outcome_of(fleet, job, counts)
     return Provisioning(
@@ -136,9 +137,8 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
 def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
     """Return the predicted speed and cost of a set of nodes.
 
-    Example: a fleet of $0.68/h, a learner of $2/h, steps of 90 s (40 per hour), no traffic. A step
-    costs 2.68 / 40 = $0.067. With 512 rollouts of 1000 tokens per step, a million tokens cost
-    $0.131.
+    Example: a fleet for $0.68/h, a learner for $2/h, 40 steps per hour, no traffic. A step costs
+    2.68 / 40 = $0.067. With 512 rollouts of 1000 tokens per step, a million tokens cost $0.131.
     """
     prediction = _predict(fleet, job, counts, is_paced=True)
     steps_per_h = 3600 / prediction.step_s
@@ -166,10 +166,10 @@ def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
 
 
 def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensitivity, ...]:
-    """Return the effects of several single changes on idle share and cost.
+    """Return the effects of single changes on the idle share and the cost.
 
-    The changes are one node more or fewer of each offer, S one higher or lower, a wider uplink,
-    smaller versions and a faster learner.
+    The changes are: one more or one fewer node of each offer, a staleness bound higher or lower by
+    one, a faster uplink, smaller versions, and a faster learner.
     """
     before = outcome_of(fleet, job, counts)
     changed: list[tuple[str, Forecast]] = []
@@ -204,8 +204,8 @@ def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensiti
 def pareto_front(fleet: RentedFleet, job: Job) -> tuple[Forecast, ...]:
     """Return the forecasts of the cheapest fleets for several step times, fastest first.
 
-    For each factor f of PARETO_SLOWDOWNS, the fleet is the cheapest that sustains steps of f *
-    T_train. A fleet is left out if another fleet costs no more and lets the learner wait no longer.
+    Each factor in PARETO_SLOWDOWNS gives the cheapest fleet for steps of factor * train_s. A fleet
+    is left out if another fleet is at least as cheap and has at most the same idle share.
     """
     found: dict[tuple[int, ...], Forecast] = {}
     for slowdown in PARETO_SLOWDOWNS:
@@ -241,17 +241,17 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
 
 
 MAX_FACTOR = 64.0
-"""Largest factor of a change that is proposed as a remedy."""
+"""Largest factor of a proposed remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """One change of the request that makes a sufficient fleet possible."""
+    """A change of the request that makes a sufficient fleet possible."""
 
     text: str
     factor: float
-    """The size of the change: new value / old value, or old / new if that is larger. So the factor
-    is at least 1."""
+    """The size of the change, at least 1: new value / old value, or its inverse if the value
+    decreases."""
     selection: Selection
 
 
@@ -261,11 +261,11 @@ class Refusal:
 
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
-    """The single changes that would help, the smallest change first; empty if none would."""
+    """The single changes that would help, smallest first. Empty if no change would help."""
 
 
 def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
-    """Return why no fleet is sufficient, and the single changes that would help."""
+    """Return the reasons why no fleet is sufficient, and the single changes that would help."""
     remedies = [
         remedy
         for remedy in (
@@ -284,7 +284,7 @@ def refuse(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Refusal:
 
 
 def _reasons(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> list[str]:
-    """Return one sentence for each condition that no fleet of these offers satisfies."""
+    """Return one sentence for each condition that these offers cannot satisfy."""
     reasons = []
     everything = [offer.count for offer in fleet.offers]
     rate = fleet.rate(job, everything)
@@ -343,7 +343,7 @@ def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Sel
 
 
 def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Return the remedy that adds the fewest nodes to one offer; None if none helps."""
+    """Return the remedy that adds the fewest nodes to one offer; None if more nodes do not help."""
     best: Remedy | None = None
     total = max(1, sum(offer.count for offer in fleet.offers))
     for index, offer in enumerate(fleet.offers):
@@ -397,13 +397,13 @@ def _with_other_period(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> 
 def slowed(
     fleet: RentedFleet, job: Job, periods: Sequence[int] | None = None
 ) -> tuple[float, Selection] | None:
-    """Return the least factor by which steps must be longer for a fleet to suffice.
+    """Return the smallest factor by which steps must be longer for a fleet to be sufficient.
 
-    The factor is exact to 1 %. The learner waits for a part of each of these longer steps.
+    The factor is exact to 1 %. In each longer step, the learner waits for a part of the time.
 
     Returns:
-        The factor, and the cheapest fleet for steps of that length; None if even the factor
-        MAX_FACTOR does not help.
+        The factor, and the cheapest fleet for this step time; None if the factor would exceed
+        MAX_FACTOR.
     """
     return _least_factor(
         lambda factor: select(fleet, replace(job, train_s=job.train_s * factor), periods=periods)
@@ -446,9 +446,9 @@ def _remedy(found: tuple[float, Selection] | None, words: Callable[[float], str]
 
 
 def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:
-    """Return the least number from 1 to `limit` with which `attempt` succeeds, or None.
+    """Return the smallest number from 1 to `limit` with which `attempt` succeeds, or None.
 
-    The search doubles the number, and then bisects.
+    The search doubles the number and then bisects.
     """
     high = 1
     while attempt(high) is None:
@@ -465,9 +465,10 @@ def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None
 def _least_factor(
     attempt: Callable[[float], Selection | None],
 ) -> tuple[float, Selection] | None:
-    """Return the least factor with which `attempt` succeeds, and its selection.
+    """Return the smallest factor with which `attempt` succeeds, and the selection for this factor.
 
-    The factor is exact to 1 %. Factors from 1 to MAX_FACTOR are tried. None if all of them fail.
+    The factor is exact to 1 %. Factors from 1 to MAX_FACTOR are tried. If all fail, the result is
+    None.
     """
     high = MAX_FACTOR
     selection = attempt(high)

@@ -1,8 +1,8 @@
-"""Files that start the workers of a plan where machines are rented.
+"""Makes the files that start a plan's workers at providers of machines.
 
-Each offer has one file, which starts all machines of the offer. Only the place where `ECHO_JOIN` is
-set differs from a start by hand. The first lines of each file say how to use it. The name of a
-worker ends in the number of its machine. `NAME` stands for this name in the settings.
+Each offer has one file, which starts all machines of the offer. The first lines of each file
+explain its use. A worker's name ends with the number of its machine. In the settings, the
+placeholder `NAME` is replaced by this name.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from dataclasses import dataclass
 NAME = "@NAME@"
 """Placeholder for a worker's name in the worker's settings."""
 IMAGE = "registry.example.com/echo-worker:latest"
-"""The container image of a worker. configs/Containerfile builds such an image; users name their
-own."""
+"""Placeholder for the container image of a worker. Users build the image from
+configs/Containerfile."""
 JOIN = "the line in runs/NAME/keys/join where the learner runs"
 DRAIN_S = 90
-"""Seconds from the request to stop to the kill, in which a worker delivers finished groups."""
+"""Seconds between the request to stop and the kill. In this time a worker delivers finished groups.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """The machines of one offer, each of which runs one worker."""
+    """The machines of one offer. Each machine runs one worker."""
 
     name: str
-    """Name of the offer; the workers are called NAME-1, NAME-2, ..."""
+    """Name of the offer. The workers' names are this name with -1, -2, ..."""
     count: int
     gpu: str
     """The GPU's full name, such as "NVIDIA GeForce RTX 4090"."""
     num_gpus: int
     settings: Sequence[str]
-    """The texts of `--set` of each worker; NAME stands for its name."""
+    """The arguments of `--set` for each worker. NAME is a placeholder for the worker's name."""
     least: str
-    """The minimum that a machine must have, in the syntax of `vastai search offers`."""
+    """The minimum requirements for a machine, in the syntax of `vastai search offers`."""
     disk_gb: int
 
 
 def recipe(kind: str, machines: Machines, *, config: str, image: str = IMAGE) -> tuple[str, str]:
-    """Return the name and the text of the file that starts the workers of an offer.
+    """Return the name and the text of the file that starts an offer's workers.
 
     Args:
         kind: one of KINDS.
@@ -61,7 +62,7 @@ def _words(machines: Machines, config: str, name: str) -> list[str]:
 
 
 def _line(words: Sequence[str], variable: str) -> str:
-    """Return a shell's command line with one `--set` per line; the shell expands `variable`."""
+    """Return a shell command with one `--set` per line; the shell expands `variable`."""
 
     def quoted(word: str) -> str:
         if variable not in word:
@@ -256,4 +257,4 @@ _WRITERS: dict[str, tuple[str, Callable[[Machines, str, str, str], str]]] = {
     "runpod": ("worker-{}.runpod.sh", _runpod),
 }
 KINDS = tuple(_WRITERS)
-"""The kinds of places where workers can be started."""
+"""The kinds of providers for which files can be made."""

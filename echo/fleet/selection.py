@@ -1,13 +1,13 @@
-"""Finds the cheapest sufficient set of nodes, by a search with a bounded number of steps.
+"""Finds the cheapest sufficient set of nodes with a bounded search.
 
-The provisioning rule (overlap.py) is convex in the numbers of nodes. The time of a broadcast is a
-maximum of linear functions. The rate that pausing workers need is convex, and so is the time to
-gather a batch. So a mixed-integer linear programme (HiGHS) finds the optimum. Tangents are added to
-it until its answer satisfies the rule itself. A tangent never excludes a sufficient set. So a
-missing tangent makes the programme too optimistic and never too pessimistic.
+The provisioning rule (overlap.py) is convex in the numbers of nodes: the broadcast time is a
+maximum of linear functions, and the required rate and the time of a batch are convex. So a
+mixed-integer linear programme (HiGHS) finds the optimum. Tangents are added as constraints until
+the programme's answer satisfies the rule. A tangent never excludes a sufficient set, so a programme
+with few tangents is only too optimistic.
 
-The search ends after MAX_NODES nodes of its tree. The answer is then sufficient but perhaps not the
-cheapest. `gap` bounds how much cheaper the optimum may be.
+The search ends after MAX_NODES nodes of its tree. Then the answer is sufficient but may not be the
+cheapest. `gap` bounds the possible saving.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from echo.fleet.market import Counts, Offer, RentedFleet
 from echo.fleet.overlap import is_enough, required_rate, window_s
 
 MAX_NODES = 1000
-"""Largest number of nodes in the tree of one search. Most fleets need ten; 40 offers that hardly
-differ reach the limit, after 2 s.
-"""
+"""Largest number of nodes in the tree of one search. Most fleets need ten nodes. 40 similar offers
+reach the limit after 2 s."""
 MAX_ROUNDS = 60
-"""Largest number of rounds. A round solves the programme and adds a tangent; few are usual."""
+"""Largest number of rounds. A round solves the programme and adds a tangent. Most searches need few
+rounds."""
 
 
 class SearchLimitError(EchoError):
-    """The search ended without a sufficient set, and without a proof that none exists."""
+    """The search ended without a sufficient set and without a proof that there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Selection:
     cost_per_h: float
     """$ per hour for nodes and traffic."""
     gap: float
-    """Share of the cost by which another set may be cheaper; 0 if this one is proven to be the
+    """Share of the cost by which another set may be cheaper. 0 if this set is proven to be the
     cheapest."""
 
 
@@ -62,9 +62,9 @@ def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
 def select(
     fleet: RentedFleet, job: Job, *, periods: Iterable[int] | None = None
 ) -> Selection | None:
-    """Return the cheapest sufficient set of nodes for the first publish period that has one.
+    """Return the cheapest sufficient set of nodes for the first feasible publish period.
 
-    The periods are tried in order. None if no period has a sufficient set.
+    The periods are tried in order. If no period has a sufficient set, the result is None.
     """
     for period in [job.publish_period] if periods is None else periods:
         tried = replace(job, publish_period=period)
@@ -90,10 +90,10 @@ _SLACK = 1e-9
 
 
 def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:
-    """Return the cheapest sufficient set of nodes for the job's publish period, and its gap.
+    """Return the cheapest sufficient set of nodes for the job's publish period, and the gap.
 
     The set is the number of nodes of each offer. The gap is the share of the cost by which another
-    set may be cheaper. None if no set is sufficient.
+    set may be cheaper. If no set is sufficient, the result is None.
     """
     if job.train_s <= 0 or not fleet.offers:
         return None
@@ -149,8 +149,8 @@ class _Programme:
     def solve(self) -> tuple[tuple[int, ...], float] | None:
         """Return the best number of nodes of each offer under the present tangents, and the gap.
 
-        The gap is the share of the cost by which another solution may be cheaper. None if the
-        constraints cannot be satisfied.
+        The gap is the share of the cost by which another solution may be cheaper. If the
+        constraints cannot be satisfied, the result is None.
         """
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
@@ -211,7 +211,7 @@ class _Programme:
     def _costs(self) -> _Row:
         """Return the $ per hour of one unit of each variable.
 
-        The sum over all variables of cost times value is RentedFleet.cost_per_h.
+        RentedFleet.cost_per_h is the sum of cost times value over all variables.
         """
         fleet, job, row = self.fleet, self.job, self._row()
         publications_per_h = 3600 / (job.publish_period * job.train_s)
@@ -231,7 +231,7 @@ class _Programme:
         return row
 
     def _link_variables(self) -> None:
-        """Require that an offer counts as used if and only if it has nodes.
+        """Require that an offer counts as used if and only if the offer has nodes.
 
         The relay of a used offer's region counts as used, too.
         """
