@@ -1,15 +1,15 @@
-"""The control link of a dialling node: which address it dials, and when the node gives up.
+"""Controls a node's link to the learner: the address to dial, and the time to give up.
 
-The link carries the messages between a node and the learner. Its rules:
+The control link transports the messages between a node and the learner. The rules are:
 
-* The node dials the next address if the link is lost, or if the learner was silent for
-  `dead_after_s`. It dials the configured addresses in turn, and the learner's own address if a plan
-  has named it. So the workers of a dead relay find the learner by themselves.
-* After `reconnect_for_s` without the learner the node stops with an error that names remedies. It
-  also stops once every address has refused it MAX_REFUSALS times in a row, because waiting cannot
-  help. An address refuses a node in three cases: it rejects the node's keys, speaks another
-  protocol version, or sends a Welcome that the learner has not signed (`roles/joining.py`). One
-  address that refuses the node does not stop it, because a dishonest relay may answer there.
+* If the link is lost or the learner is silent for `dead_after_s`, the node dials the next address.
+  The addresses are the configured addresses and the learner's own address, if a plan has contained
+  it. So the workers of a dead relay can reach the learner directly.
+* After `reconnect_for_s` without the learner, the node stops with an error that names remedies.
+* If every address has refused the node MAX_REFUSALS times in a row, the node stops, because waiting
+  cannot help. A refusal is a rejected key, another protocol version, or a Welcome without the
+  learner's signature (`roles/joining.py`). A refusal by one address is not sufficient, because a
+  dishonest relay may use the address.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from echo.weights.parents import CONNECT_TIMEOUT_S, Connection, Parents
 from echo.wire.actions import Action, Dial, HangUp, Note
 
 MAX_REFUSALS = 3
-"""A node gives up when each of its addresses has refused it this many times in a row."""
+"""Number of successive refusals by every address after which a node gives up."""
 WARN_AFTER_S = 5.0
-"""Seconds without the learner before a node warns its operator."""
+"""Seconds without the learner after which a node warns the operator."""
 LOST_LINK = "lost link"
 """Topic of the notes on a lost link to the learner."""
 
 
 class ControlLink:
-    """Dials the learner's addresses in turn, and ends the node if all fail."""
+    """Dials the learner's addresses in turn; stops the node if all addresses fail."""
 
     def __init__(
         self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float
     ) -> None:
-        """Start without a connection; `begin` dials the first address.
+        """Make a link without a connection; `begin` dials the first address.
 
         Args:
             settings: the settings of the node.
-            joining: the node's admission, which gets events of lost and new links.
-            parents: knows the learner's addresses. The weights link may share the connection of the
-                control link.
+            joining: the node's admission, which gets the events of new and lost links.
+            parents: has the learner's addresses. The weights link may share the control link's
+                connection.
             now: the present time, seconds.
         """
         self._settings, self.joining, self._parents = settings, joining, parents
@@ -50,15 +50,13 @@ class ControlLink:
         self._address_index = 0
         self.lost_at = self.received_at = now
         """Times at which the learner was last known to be reachable, and at which its last message
-        or the answer of its link arrived.
-        """
+        or the answer of its link arrived."""
         self._faults: dict[str, str] = {}
         """Address -> text of the fault for which the last attempt to dial it failed."""
         self._num_refusals: Counter[str] = Counter()
         self._warned_at: dict[str, float] = {}
         """State of the admission -> time at which the operator was last warned of the missing
-        learner.
-        """
+        learner."""
 
     # --- the connection --------------------------------------------------------------------------
 
@@ -82,7 +80,7 @@ class ControlLink:
         return self._connection is not None and self._connection.peer == peer
 
     def dial(self, now: float) -> list[Action]:
-        """Dial the address whose turn it is."""
+        """Dial the present address."""
         addresses = self._parents.learner_addresses
         address = addresses[self._address_index % len(addresses)]
         self._connection = self._parents.control = Connection(address, dialled_at=now)
@@ -96,7 +94,7 @@ class ControlLink:
         return actions + self.dial(now)
 
     def dialled(self, address: str, peer: str) -> None:
-        """Record the peer id of the connection that a Dial has opened."""
+        """Record the peer id of the connection that the action Dial has opened."""
         if self._connection is not None and self._connection.address == address:
             self._connection.peer = self._connection.peer or peer
 
@@ -123,7 +121,7 @@ class ControlLink:
     # --- useless addresses -----------------------------------------------------------------------
 
     def dial_failed(self, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle a failed attempt to dial; stop the node if all addresses refuse it."""
+        """Handle a failed attempt to dial; stop the node if all addresses refuse the node."""
         self._faults[self.address] = reason
         if is_refused:
             return self._refused("refused", reason, now)
@@ -131,10 +129,9 @@ class ControlLink:
         return []
 
     def leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address, and leave it.
+        """Count a refusal by the present address; dial the next address or stop the node.
 
-        The node dials the next address or stops. The process at the present address may be
-        dishonest.
+        The process at the present address may be dishonest.
         """
         if self._connection is None or self.joining.state is NodeState.STOPPED:
             return []
@@ -143,7 +140,7 @@ class ControlLink:
         return stop or [Note("warning", text, reason), *self.dial_next(now)]
 
     def _refused(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address; stop once all addresses refuse."""
+        """Count a refusal by the present address; stop the node if all addresses refuse it."""
         self._num_refusals[self.address] += 1
         addresses = self._parents.learner_addresses
         if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
@@ -158,24 +155,23 @@ class ControlLink:
     # --- time without the learner ----------------------------------------------------------------
 
     def begin(self, *, now: float) -> list[Action]:
-        """Dial the first address; the time without the learner is measured from now."""
+        """Dial the first address; start to measure the time without the learner."""
         self.lost_at = self.received_at = now
         return self.dial(now)
 
     def received(self, *, now: float) -> None:
-        """Record that a message of the learner arrived now."""
+        """Record that a message from the learner arrived now."""
         self.received_at = self.lost_at = now
 
     @property
     def silent_at(self) -> float:
-        """Time at which the learner counts as silent if no message arrives from it."""
+        """Time at which the learner counts as silent if no message arrives before."""
         return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:
         """Return when `expire` must be called next, while the node is not admitted.
 
-        If `is_leaving`, this is the time of the next repeat, because a leaving node does not give
-        up.
+        A leaving node does not give up. So if `is_leaving`, this is the time of the next repeat.
         """
         return min(self.joining.retry_at, math.inf if is_leaving else self._give_up_at)
 
@@ -215,9 +211,9 @@ class ControlLink:
         return "\n  last attempt: ".join([text, *self._faults.values()])
 
     def _warn(self, remaining_s: float, now: float) -> list[Action]:
-        """Return a warning if the learner has been missing for WARN_AFTER_S.
+        """Return a warning if the learner has been unreachable for WARN_AFTER_S.
 
-        In each state of the admission the operator is warned at most once a minute.
+        Each state of the admission causes at most one warning per minute.
         """
         state = self.joining.state
         if state is NodeState.DIALLING and self._connection is not None:

@@ -1,4 +1,4 @@
-"""Shows the fleet to its operator: nodes and versions for the status, and one-line descriptions."""
+"""Describes the fleet for the operator: nodes and versions in the status, and lines in the log."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_LISTED = 3
-"""Largest number of silent nodes that a line names. Of further nodes the line gives the number."""
+"""Largest number of silent nodes that a line names. Further nodes are only counted."""
 MAX_VERSIONS_LISTED = 8
 MIN_RUNNING_S = 5.0
-"""Seconds that a group must have run before its rate is taken as its worker's speed."""
+"""Seconds that a group must have run before its rate counts as the worker's speed."""
 
 
 class FleetView:
-    """Describes the nodes and their leases, and changes nothing."""
+    """Describes the nodes and their leases without changing them."""
 
     def __init__(self, roster: Roster, scheduler: Scheduler, broadcast: Broadcast) -> None:
-        """Prepare to describe the nodes in `roster`, their leases and the broadcast."""
         self._roster, self._scheduler, self._broadcast = roster, scheduler, broadcast
         self._leases = scheduler.groups.leases
 
@@ -36,10 +35,9 @@ class FleetView:
         )
 
     def versions(self) -> tuple[VersionStatus, ...]:
-        """Return the status of the newest version, and of other versions that nodes fetch.
+        """Return the status of the newest version and of other versions that nodes fetch.
 
-        All active nodes should get the newest version. At most MAX_VERSIONS_LISTED versions are
-        included, the newest first.
+        At most MAX_VERSIONS_LISTED versions are included, newest first.
         """
         newest = self._broadcast.newest_complete
         members = self._roster.active()
@@ -56,13 +54,13 @@ class FleetView:
     def _version(
         self, version: PolicyVersion, fetching: Sequence[Member], everyone: Sequence[Member]
     ) -> VersionStatus:
-        """Return how far a version has travelled.
+        """Return the progress of a version's broadcast.
 
         Args:
             version: the version.
             fetching: the nodes that fetch it.
-            everyone: all nodes that should get the version. If empty, only the nodes of
-                `fetching` count.
+            everyone: all nodes that should get the version. If empty, only the nodes in `fetching`
+                count.
         """
         num_complete = sum(m.installed is not None and m.installed >= version for m in everyone)
         shares = [held_share(member) for member in fetching if member.installed != version]
@@ -76,7 +74,7 @@ class FleetView:
         )
 
     def _slowest_link(self, fetching: Sequence[Member]) -> LinkStatus | None:
-        """Return the link of the node that will finish last; None if no node fetches."""
+        """Return the link of the node that will finish last; None if no nodes fetch."""
         payload = self._broadcast.payload
         num_bytes = 0 if payload is None else payload.num_bytes
         links = []
@@ -92,7 +90,7 @@ class FleetView:
         return max(links, key=_remaining_s, default=None)
 
     def observe(self) -> ObservedFleet:
-        """Return the present work of the relays and active workers, to explain waits."""
+        """Return the present work of the relays and active workers, for explanations of waits."""
         scheduler, settings = self._scheduler, self._scheduler.settings
         members = self._roster.active()
         workers = [member.worker for member in members if member.role == "worker"]
@@ -127,7 +125,7 @@ class FleetView:
         )
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
-        """Return one line about nodes that are dropped as silent; there is at least one."""
+        """Return one line about the nodes that are dropped as silent."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_LISTED:
             names[MAX_NAMES_LISTED:] = [f"{len(names) - MAX_NAMES_LISTED} others"]
@@ -141,7 +139,7 @@ class FleetView:
 
 
 def held_share(member: Member) -> float:
-    """Return the share, 0..1, of the fetched version's chunks that a node has."""
+    """Return the share, 0..1, of chunks that a node has of the version that it fetches."""
     stats = member.stats
     return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
 

@@ -1,4 +1,4 @@
-"""Admission of nodes to the run: a table of states for the node, and one for the learner.
+"""Admits nodes to the run, with one table of states for the node and one for the learner.
 
 The node's end (`Joining.TABLE`):
 
@@ -6,32 +6,30 @@ The node's end (`Joining.TABLE`):
                             ^                                           |                      |
                             +------------------ Rehello ----------------+----------------------+
 
-From any of these states `Lost` leads back to dialling. Refuse, Finish and `GaveUp` end the node. A
-node that has already built its engine goes to readying at the Welcome. A second Welcome with other
-keys means that the learner was restarted. Then the node sends another Hello. A Welcome with other
-settings ends the node.
+From each of these states, `Lost` leads back to dialling. Refuse, Finish and `GaveUp` end the node.
+If a node has already built its engine, a Welcome leads to readying. A second Welcome with other
+keys means that the learner was restarted. In this case the node sends another Hello. A Welcome with
+other settings ends the node.
 
 The learner's end (`Admission.TABLE`), for each node:
 
     unknown --Hello--> known --Ready--> admitted
 
-Goodbye, silence, wrong hashes and an internal error lead back to unknown. A Hello of a new process
-under the name of a silent process leads back to known. A node that sends messages about work before
-it is admitted gets a Rehello.
+Goodbye, silence, wrong hashes and an internal error lead back to unknown. If a new process sends a
+Hello under the name of a silent process, the state becomes known again. If a node sends messages
+about work before its admission, the learner answers with Rehello.
 
-An event is a message, or a fact that an end observes by itself. Each end looks up the event in the
-row of its present state. It changes to the entry's state, and calls the entry's method. No other
-code changes the state.
+An event is a message, or a fact that an end observes itself. The table's entry for the present
+state and the event has the next state and a method to call. No other code changes the state.
 
 Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node
-without these files inherits configuration and tokenizer from the learner, but never code or
-weights. So its hashes always match.
+without these files inherits configuration and tokenizer from the learner, so their hashes match.
+Code and weights are never inherited.
 
-Inherited files and settings are signed by the learner and verified before use. Any process with the
-run's secret may act as a relay and forward them. The join string contains the fingerprint of the
-learner's key, so a node has it before it receives anything. No fingerprint is known without
-encryption (`security.curve = false`). Then a node can only check that the same key has signed all
-that it receives. Names of files come from a fixed table.
+The learner signs inherited files and settings, and nodes verify the signature before use, because
+any process with the run's secret may act as a relay. A node gets the fingerprint of the learner's
+key from the join string. Without encryption (`security.curve = false`) there is no fingerprint, and
+a node can only check that one key has signed everything. File names come from a fixed table.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
 """Messages of the learner that are not about joining; the node's role handles them."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
-"""Messages of nodes to the learner that are not about joining."""
+"""Messages from nodes to the learner that are not about joining."""
 
 State = TypeVar("State", bound=StrEnum)
 
@@ -100,7 +98,7 @@ class Step(Generic[State]):
 
 
 Table = dict[State, dict[type, Step[State]]]
-"""State -> type of the event -> step."""
+"""The step for each state and type of event."""
 
 
 def _ignore(*_: object, **__: object) -> list[Action]:
@@ -117,9 +115,7 @@ def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
 # --- Trust: what the learner of the run has signed ---
 
 FINGERPRINT_BYTES = 16
-"""Length of a fingerprint, 128 bits: to find another key with the same fingerprint takes 2^128
-tries.
-"""
+"""Length of a fingerprint. Finding another key with the same 128 bits takes 2^128 attempts."""
 
 # These contexts keep the hashes apart from a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
@@ -141,35 +137,34 @@ def show_fingerprint(value: bytes) -> str:
 
 
 def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
-    """Return an answer with a signature of all its other fields.
+    """Return an answer with a signature of all other fields.
 
-    The answer contains the hash of the Hello that it answers. So no other process can use the
-    answer, and it does not answer a later Hello.
+    The answer contains the hash of a Hello. So the answer is valid only for this Hello and its
+    process.
     """
     arriving: Answer = _arriving(answer)
     return msgspec.structs.replace(arriving, signature=key.sign(_hash(arriving)))
 
 
 def hash_hello(hello: Hello) -> bytes:
-    """Return the hash by which an answer refers to a Hello."""
+    """Return the hash that identifies a Hello in an answer."""
     body = msgspec.msgpack.encode(_arriving(hello))
     return blake3(body, derive_key_context=_HELLO).digest()
 
 
 def _arriving(message: Any) -> Any:
-    """Return a message as its receiver decodes it, with floats in float fields."""
+    """Return a message as its receiver decodes it: float fields contain floats."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
 def answer_fault(
     answer: Welcome | Refuse | Finish, *, known: bytes | None
 ) -> tuple[str, str] | None:
-    """Return (reason, detail) if an answer's signature is wrong; None if it is valid.
+    """Return (reason, detail) if an answer's signature is invalid, otherwise None.
 
     Args:
         answer: the answer as it arrived.
-        known: the fingerprint of the learner's key; None if it is not known, so that any key is
-            accepted.
+        known: the fingerprint of the learner's key; None to accept any key.
     """
     found = fingerprint(answer.public_key)
     if known is not None and found != known:
@@ -201,17 +196,15 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 
 
 CODE = "task.code"
-"""Key, in the inherited settings, of the hash and path of each module of the learner's task."""
+"""Key in the inherited settings: the hash and the path of each module of the learner's task."""
 LIKELY_IDS = "likely_ids"
-"""Key, in the inherited settings, of the setting for the most likely token ids. With each token,
-workers send this number of the ids that were most likely there. The loss determines the number.
-"""
+"""Key in the inherited settings: the number of most likely ids that workers send with each token.
+The loss determines the number."""
 MAX_TREE_TOKENS = "max_tree_tokens"
-"""Key, in the inherited settings, of the largest number of tokens in an agent's rollout. The tokens
-of all chains count."""
+"""Key in the inherited settings: the largest number of tokens in all chains of an agent's rollout.
+"""
 EXPECTED = "expected"
-"""Key, in the inherited settings, of two expected values: the number of rollouts, and the length of
-the prompts."""
+"""Key in the inherited settings: the expected number of rollouts and the expected prompt length."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -219,14 +212,13 @@ INHERITED_FILES = frozenset({
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "chat_template.jinja",
 })  # fmt: skip
-"""The only names that an inherited file may have; Python imports none of them."""
+"""The only allowed names of inherited files. Python does not import files with these names."""
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a resume may not change.
+    """Return the settings that a resume must not change.
 
-    All other settings are left out. A resumed learner may run on a machine with other paths, and
-    may expect other prompts.
+    Paths and expected prompts are left out, because a resume may change them.
     """
     settings = {name: value for name, value in settings.items() if name != EXPECTED}
     if CODE not in settings:
@@ -236,7 +228,7 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Action):
-    """Build task and engine from the learner's settings and files; then report their hashes."""
+    """Action: build task and engine from the learner's files and settings; report their hashes."""
 
     settings: dict[str, Any]
     assets: dict[str, bytes]
@@ -245,7 +237,8 @@ class Configure(Action):
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
     """Return text on the hashes that differ between a node and the learner, or None.
 
-    A file is compared only if both sides have it. An empty hash means that a side lacks the file.
+    A file is compared only if both sides have the file. An empty hash means that a side lacks the
+    file.
     """
     faults = [
         f"{name}: this node has {value[:16]}, the learner {theirs[name][:16]}"
@@ -261,7 +254,7 @@ def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | No
 
 
 def describe_assets(files: dict[str, bytes]) -> dict[str, tuple[str, int]]:
-    """Return name -> (hash, size) of the files that a worker may inherit, for Welcome."""
+    """Return the hash and size of each file that a worker may inherit, by name, for Welcome."""
     return {name: (blake3(data).hexdigest(), len(data)) for name, data in files.items()}
 
 
@@ -274,7 +267,7 @@ class Assets:
         *,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Expect the files in `expected`: name -> (BLAKE3 hash in hex, size in bytes)."""
+        """Expect the files in `expected`, by name: (BLAKE3 hash in hex, size in bytes)."""
         self.expected = expected or {}
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}
@@ -294,7 +287,7 @@ class Assets:
         """Store a file that has arrived, after checking its size and hash.
 
         Raises:
-            RemoteProtocolError: if the file is not the one that was announced.
+            RemoteProtocolError: if size or hash differ from the announced values.
         """
         digest, num_bytes = self.expected[name]
         if len(data) != num_bytes or blake3(data).hexdigest() != digest:
@@ -317,28 +310,28 @@ class NodeSettings:
     reconnect_for_s: float
     max_image_bytes: int
     digests: dict[str, str]
-    """Name -> hash of the files that the node has itself; empty if it inherits all files."""
+    """Hashes of the node's own files, by name; empty if the node inherits all files."""
     seal_keys: SealKeys = field(repr=False)
     retry_s: float = 1.0
     heartbeat_s: float = 5.0
-    """Seconds between heartbeats, until a Welcome brings the run's value."""
+    """Seconds between heartbeats before a Welcome contains the run's value."""
     dead_after_s: float = 45.0
     fingerprint: bytes | None = None
-    """Fingerprint of the learner's signing key, from the join string; None if it is not known."""
+    """Fingerprint of the learner's signing key, from the join string; None if unknown."""
     region: str = ""
     price_per_gb: float = 0.0
     price: Price = field(default_factory=Price)
 
 
 class NodeState(StrEnum):
-    """The state of a node between its first dial and its end."""
+    """The state of a node, from its first dial to its end."""
 
     DIALLING = "dialling"
-    """The node has no link to the learner, or the link's other end has not sent its name."""
+    """The node has no link to the learner, or the other end has not sent its name yet."""
     JOINING = "joining"
     """The node repeats Hello until a Welcome arrives."""
     CONFIGURING = "configuring"
-    """The node fetches files from the learner, then builds task and engine."""
+    """The node fetches files from the learner and then builds task and engine."""
     READYING = "readying"
     """The node repeats Ready until Admitted arrives."""
     ADMITTED = "admitted"
@@ -367,12 +360,12 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class AnswerToAnother:
-    """Event: a Welcome answers another Hello, or an Admitted is for another process."""
+    """Event: a Welcome that answers another Hello, or an Admitted for another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnotherChannel:
-    """Event: a second Welcome has other keys, because the learner was restarted."""
+    """Event: a second Welcome with other keys, because the learner was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,23 +385,23 @@ class GaveUp:
 
 
 class JoiningRole(Protocol):
-    """The role of a joining node, as `Joining` uses it."""
+    """The interface of a joining node's role, as `Joining` uses it."""
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
         """Return the action that sends a message to the learner; empty without a link."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Handle a Welcome; a version of the weights has `version_bytes` on the wire."""
+        """Handle a Welcome; `version_bytes` is the size of a version of the weights as sent."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle the admission of this node, the first or a later one."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message of the learner that is not about joining, such as a Grant."""
+        """Handle a message from the learner that is not about joining, such as a Grant."""
 
 
 class Joining:
-    """A node's end of the admission: its state, and the messages that it sends and expects."""
+    """A node's side of the admission: its state, and the messages to send and to expect."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, role: JoiningRole) -> None:
         self.settings = settings
@@ -433,7 +426,7 @@ class Joining:
     # --- events ----------------------------------------------------------------------------------
 
     def receive(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message of the learner in the present state.
+        """Handle a message from the learner in the present state.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that learners never send, or if a file
@@ -444,7 +437,7 @@ class Joining:
         return self._take(self._classify(message), payload, now)
 
     def forgery(self, message: Message) -> tuple[str, str] | None:
-        """Return (reason, detail) if a Welcome is not signed by the learner, else None.
+        """Return (reason, detail) if a Welcome lacks the learner's signature, otherwise None.
 
         No field of a Welcome may be used before this check.
         """
@@ -454,7 +447,7 @@ class Joining:
         return fault and (fault[0], f"the Welcome that came over {self.via}: {fault[1]}")
 
     def is_genuine(self, envelope: Envelope, message: Message, payload: list[Frame]) -> bool:
-        """Return whether a message belongs to the present exchange with the learner.
+        """Return whether a message belongs to the present connection with the learner.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.
@@ -489,7 +482,7 @@ class Joining:
         return self._take(Linked(), [], now)
 
     def lost(self, *, retry_at: float, now: float) -> list[Action]:
-        """Record that the control link is lost; the next address is dialled until `retry_at`."""
+        """Record the loss of the control link; the next address is dialled until `retry_at`."""
         return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
@@ -501,7 +494,7 @@ class Joining:
         return self._take(GaveUp(reason, error), [], now)
 
     def _classify(self, message: Message) -> object:
-        """Return the event of a message, mostly the message itself."""
+        """Return the event for a message, usually the message itself."""
         match message:
             case Welcome() | Admitted() if message.incarnation != self.settings.incarnation:
                 return AnswerToAnother()
@@ -523,7 +516,7 @@ class Joining:
         return message
 
     def _take(self, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out the table's entry for an event, the only way to change the state."""
+        """Carry out the table's entry for an event. No other code changes the state."""
         step = self.TABLE[self.state][type(event)]
         if step.then is not None:
             self.state = step.then
@@ -532,7 +525,7 @@ class Joining:
     # --- what is sent, and repeated --------------------------------------------------------------
 
     def repeat(self, now: float) -> list[Action]:
-        """Send the present state's message again, since its answer has not arrived yet."""
+        """Send the present state's message again, because the answer has not arrived."""
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:
@@ -583,7 +576,7 @@ class Joining:
         )
 
     def _agree(self, message: Welcome) -> None:
-        """Seal later messages with the keys in a signed Welcome."""
+        """Seal all later messages with the keys in a signed Welcome."""
         theirs, channel = message.seal_key, self._channel_of(message)
         made = Channel(self.settings.seal_keys, theirs, channel, is_learner=False)
         if made.is_possible:
@@ -620,7 +613,7 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
-        """Return (reason, detail) if a signed Welcome does not fit this node, or None."""
+        """Return (reason, detail) if this node cannot accept a signed Welcome, otherwise None."""
         if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
             return (
                 "another_run",
@@ -767,7 +760,7 @@ class AdmissionSettings:
     """The learner's key, which signs the files and settings that nodes inherit."""
     seal_keys: SealKeys = field(repr=False)
     settings: dict[str, Any]
-    """Name -> value of the settings that workers inherit."""
+    """The values of the settings that workers inherit, by name."""
     assets: dict[str, bytes]
     digests: dict[str, str]
     heartbeat_s: float
@@ -796,7 +789,7 @@ class RosterFull:
 
 @dataclass(frozen=True, slots=True)
 class HelloRefused:
-    """Event: a Hello is refused, and its process must end."""
+    """Event: a Hello is refused, and the sending process must end."""
 
     reason: str
     detail: str
@@ -805,7 +798,7 @@ class HelloRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyRefused:
-    """Event: a Ready has other hashes than the learner, and is refused."""
+    """Event: a Ready with hashes that differ from the learner's; the node is refused."""
 
     reason: str
     detail: str
@@ -814,7 +807,7 @@ class ReadyRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyOfAnother:
-    """Event: a Ready came from a process that did not get the Welcome."""
+    """Event: a Ready from a process that did not get the Welcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -828,7 +821,7 @@ class Expelled:
 
 
 class AdmittingRole(Protocol):
-    """The learner's role, as `Admission` uses it."""
+    """The interface of the learner's role, as `Admission` uses it."""
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
         """Take back the leases of a node that left or was replaced."""
@@ -840,7 +833,7 @@ class AdmittingRole(Protocol):
 
 
 class Admission:
-    """The learner's end of the admission: decides for each node whether it is admitted."""
+    """The learner's side of the admission: decides which nodes are admitted."""
 
     def __init__(
         self,
@@ -881,7 +874,7 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node skips Hello on a new link.
+        """Return whether a known node sends this message on a new link before Hello.
 
         Messages about joining need no Hello.
         """
@@ -892,8 +885,8 @@ class Admission:
         """Return whether a message comes from the process that holds the name `source`.
 
         If no process holds the name, the result is true. Otherwise a Ready or a Hello must have the
-        process's incarnation. The caller has checked the seal of a Ready. A Hello proves the name
-        only until a sealed message of the process has arrived.
+        incarnation of the process that holds the name. The caller has checked the seal of a Ready.
+        After a sealed message of the process has arrived, a Hello no longer proves the name.
         """
         member = self.roster.nodes.get(source)
         match message:
@@ -907,9 +900,8 @@ class Admission:
     def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
         """Return whether a message is genuine and up to date.
 
-        A genuine message comes from the process that holds the name of the message's source. A
-        message sealed in another channel is usually outdated. If the node has not used its present
-        channel yet, the caller answers such a message with Rehello.
+        A genuine message comes from the process that holds the name of the message's source. If a
+        message was sealed in another channel, it is usually outdated, and the result is False.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.
@@ -925,14 +917,14 @@ class Admission:
         return member is not None and member.seals.confirmed is not None
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Remove the nodes that have been silent for `dead_after_s`, and return them."""
+        """Remove and return the nodes that have been silent for `dead_after_s`."""
         silent = self.roster.take_silent(now=now)
         for member in silent:
             self._take(member.node_id, Silent(), [], now)
         return silent
 
     def expel(self, source: str, *, now: float) -> bool:
-        """Remove a node after an internal error; return whether it was known."""
+        """Remove a node after an internal error; return whether the node was known."""
         is_known = source in self.roster.nodes
         self._take(source, Expelled(), [], now)
         return is_known
@@ -942,7 +934,7 @@ class Admission:
         return Presence.UNKNOWN if member is None else member.presence
 
     def _classify(self, source: str, message: Message, now: float) -> object:
-        """Return the event of a message, mostly the message itself."""
+        """Return the event for a message, usually the message itself."""
         match message:
             case Hello():
                 return self._classify_hello(source, message, now)
@@ -988,7 +980,7 @@ class Admission:
         return ReadyRefused("digest_mismatch", fault, member.hello_hash)
 
     def _take(self, source: str, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out the table's entry for an event, the only way to change a presence."""
+        """Carry out the table's entry for an event. No other code changes a node's presence."""
         step = self.TABLE[self._presence_of(source)][type(event)]
         member = self.roster.nodes.get(source)
         if step.then is not None:
@@ -1176,4 +1168,4 @@ class Admission:
             **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
         },
     }
-    """The effect of each event at the learner, by the presence of the node that it concerns."""
+    """The effect of each event at the learner, by the presence of the node."""

@@ -1,16 +1,15 @@
 """The learner's role: admits nodes, grants leases, receives groups, distributes weights.
 
-Theory of operation. The learner binds, and all other nodes dial. Each routed message of a node is
-answered over the link on which it came. So a node may change its route (another relay, or none) at
-any time.
+Theory of operation. The learner listens, and all other nodes dial. The learner answers each routed
+message over the link on which the message arrived. So a node may change its route (another relay,
+or none) at any time.
 
-No method waits. If something is not possible now, a later heartbeat, result or step makes it
-possible, and then it is done. A message does not grant groups by itself. It marks a round of grants
-as due, and `expire` makes the round. So if the round fails, the message has still been handled in
-full. The role reads the size of `buffer`. Its caller puts groups into the buffer and takes them
-out.
+No method waits. If an action is not possible now, a later heartbeat, result or step triggers it. A
+message does not grant groups directly: it marks a round of grants as due, and `expire` makes the
+round. So if the round fails, the message has still been handled in full. The role's caller puts
+groups into the buffer and takes them out.
 
-Its parts:
+The role's parts:
 
     roles/joining.py       admits nodes
     roles/plans.py         tells each node its parents in the broadcast
@@ -22,8 +21,8 @@ Its parts:
     leases/results.py      judges results
     weights/broadcast.py   distributes the weights along the plan
 
-Its shell is `runtime/learner/node.py` and its parts, or a simulation. The shell reports what it has
-done as events, which `Learner.handle` looks up in one table:
+The shell that runs the role is `runtime/learner/node.py`, or a simulation. The shell reports its
+work as events, which `Learner.handle` looks up in a table:
 
     GrantsDue          grants for new prompts, or in place of groups that have left the buffer
     GrantsStopped      no further grants
@@ -110,14 +109,13 @@ class LearnerSettings:
     admission: AdmissionSettings
     leases: LeaseSettings
     site: Site
-    """The learner's place in the network. If its address is empty, each node uses the address at
-    which it reached the learner. Its uplink's rate is used until transfers have measured it.
+    """The learner's place in the network. If the address is empty, each node uses the address at
+    which it reached the learner. The uplink's rate is used until transfers have measured the rate.
     """
     chunk_bytes: int = 1 << 20
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Node id -> bytes per second that this node could send before the run was resumed. The learner
-    is one of the nodes.
-    """
+    """Bytes per second that each node, including the learner, could send before the run was
+    resumed, by node id."""
 
 
 # --- Events, beside those of the parts ---
@@ -125,12 +123,12 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class GrantsDue:
-    """Event: prompts were made, or groups left the buffer, so more groups may be granted."""
+    """Event: prompts were made or groups left the buffer, so more groups may be granted."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantsStopped:
-    """Event: no further group may be granted, because the learner is ending."""
+    """Event: the learner is ending, so no further groups may be granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ class StepTaken:
 
 @dataclass(frozen=True, slots=True)
 class StandbyChosen:
-    """Event: these workers, and no others, shall be on standby."""
+    """Event: exactly these workers should be on standby."""
 
     names: frozenset[str]
 
@@ -164,14 +162,14 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class HoldChosen:
-    """Event: the operator has chosen `hold` for a node; None frees it."""
+    """Event: the operator has chosen `hold` for a node. None cancels an earlier choice."""
 
     node_id: str
     hold: Hold | None
 
 
 class Learner(Role):
-    """The learner's role: what it sends and records, without IO or a clock."""
+    """The learner's role: decides what the learner sends and records, without IO or a clock."""
 
     def __init__(
         self,
@@ -229,7 +227,7 @@ class Learner(Role):
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done."""
+        """Number of completed optimizer steps."""
         return self.scheduler.groups.step
 
     @property
@@ -245,7 +243,7 @@ class Learner(Role):
     # --- links and messages ----------------------------------------------------------------------
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Forget a lost link; nodes behind it are dropped after `dead_after_s` of silence."""
+        """Remove a lost link; nodes behind the link are dropped after `dead_after_s` of silence."""
         if peer in self.viewers:
             self.viewers.disconnected(peer)
             return []
@@ -254,11 +252,11 @@ class Learner(Role):
         return self.broadcast.remove_child(peer, now=now)
 
     def guest_connected(self, peer: str, user: str, *, now: float) -> list[Action]:
-        """Admit a viewer, whose messages reach no other part of this role."""
+        """Admit a viewer. Only `viewers` handles a viewer's messages."""
         return self.viewers.connected(peer, user, now=now)
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message; a peer's mistake is counted and noted, and raises no exception."""
+        """Handle a message; count and log a peer's protocol error instead of raising it."""
         if peer in self.viewers:
             return self.viewers.receive(peer, frames, now=now)
         try:
@@ -270,10 +268,10 @@ class Learner(Role):
             return self._peer_faults.note(source, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the node that sent a message; without a node, drop the link.
+        """Drop the node that sent a message. If the sender is no node, close the link.
 
-        A relay's link stays open for the other nodes behind it. The dropped node must send Hello
-        again. Plans and grants follow when the next deadline is due.
+        A relay's link stays open for the other nodes behind the relay. The dropped node must send
+        Hello again. Plans and grants follow at the next deadline.
         """
         self.counters.add("internal_errors")
         source, target, _ = describe(frames)
@@ -322,9 +320,9 @@ class Learner(Role):
     ) -> list[Action]:
         """Handle a message that names a node as its source.
 
-        A node's messages are accepted and answered over the link on which its process has joined. A
-        message under the node's name over another link is answered over that link. It changes
-        nothing unless the node's process has sealed it.
+        A node's messages are accepted and answered over the link on which the node's process
+        joined. If a message with the node's name arrives over another link, it is answered over
+        this link. Such a message has an effect only if the node's process has sealed it.
         """
         source = envelope.source
         try:
@@ -371,7 +369,7 @@ class Learner(Role):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a node's Goodbye, or another message that is not about joining."""
+        """Handle a message from a node that is not about joining, such as Goodbye."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -421,7 +419,7 @@ class Learner(Role):
     def _grant(self, now: float) -> list[Action]:
         """Grant the groups that staleness and the workers' capacities allow.
 
-        If the last round of grants was too recent, the round is made later, when it is due.
+        If the last round of grants was too recent, the next round is delayed.
         """
         is_over = self.shutdown.reason is not None or not self.is_granting or self.is_paused
         is_resting = self.scheduler.just_in_time.is_resting(now=now)
@@ -436,14 +434,14 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """The error that stops the learner from making prompts, or None."""
+        """The error that prevents the learner from making prompts, or None."""
         return self.scheduler.prompt_fault
 
     def validate(self) -> None:
-        """Check that nodes, leases and groups agree; for tests.
+        """For tests: check that nodes, leases and groups are consistent.
 
         Raises:
-            AssertionError: if they do not agree.
+            AssertionError: if they are inconsistent.
         """
         self.broadcast.validate()
         self.scheduler.groups.validate()
@@ -451,7 +449,7 @@ class Learner(Role):
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
     def wait_reason(self) -> WaitReason:
-        """Return why the groups of the next batch cannot be granted; "" if nothing is wrong."""
+        """Return why the groups of the next batch cannot be granted; "" if they can be granted."""
         if self.is_paused:
             return ""
         return self.scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
@@ -463,7 +461,7 @@ class Learner(Role):
     # --- from the shell --------------------------------------------------------------------------
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event that the shell reports, by the table of this role (`HANDLERS`)."""
+        """Handle an event from the shell with the handler in the table `HANDLERS`."""
         return self.HANDLERS[type(event)](self, event, now)
 
     def _on_grants_due(self, event: GrantsDue, now: float) -> list[Action]:
@@ -501,19 +499,19 @@ class Learner(Role):
         return self.review.compare(event.samples, now=now)
 
     def _on_standby(self, event: StandbyChosen, now: float) -> list[Action]:
-        """Put the event's workers on standby, and no others.
+        """Put exactly the event's workers on standby.
 
-        Return no action if nothing changes.
+        If nothing changes, return no actions.
 
         A worker on standby keeps its control link and its heartbeats, so one message can activate
-        it. It gets no new leases, and finishes and delivers the groups that it has.
+        it again. The worker gets no new leases, but finishes and delivers its present groups.
 
-        It gets no weights either (`weights/topology/plan.py`). They would cost traffic, and the
-        broadcast would take as long as for all workers. When the worker is activated again, it
-        fetches like a late joiner, and gets leases once it has installed the version.
+        The worker also gets no weights (`weights/topology/plan.py`), which would cost traffic and
+        slow down the broadcast. After its activation, the worker fetches weights like a late
+        joiner, and gets leases when it has installed the version.
 
-        The plan of a worker on standby says so, and names no parents. The plan is repeated at each
-        heartbeat until the worker follows it. So a lost plan does no harm.
+        The plan of a worker on standby contains the standby and no parents. The plan is repeated at
+        each heartbeat until the worker follows the plan, so a lost plan is harmless.
         """
         changed = False
         for member in self.roster.members("worker"):
@@ -523,17 +521,17 @@ class Learner(Role):
         return [*self.plans.replan(now), *self._grant(now)] if changed else []
 
     def _on_paused(self, event: Paused, now: float) -> list[Action]:
-        """Stop granting groups, or grant again.
+        """Stop or restart the granting of groups.
 
-        Leases under way and the buffer do not change.
+        Running leases and the buffer do not change.
         """
         self.is_paused = event.is_paused
         return self._grant(now)
 
     def _on_hold(self, event: HoldChosen, now: float) -> list[Action]:
-        """Put a node on standby, drain it, or give it back, as the operator chose.
+        """Put a node on standby, drain the node, or return it to the run, as the operator chose.
 
-        A node that is drained is on standby until it has nothing left to do. Then it gets Finish.
+        A drained node is on standby until it has finished its work. Then the node gets Finish.
         """
         self.roster.hold(event.node_id, event.hold)
         return [*self.plans.replan(now), *self._grant(now)]
@@ -556,7 +554,7 @@ class Learner(Role):
     # --- for the shell ---------------------------------------------------------------------------
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Raise LocalProtocolError: a learner's role starts no work in threads."""
+        """Raise LocalProtocolError, because a learner's role starts no work in threads."""
         raise LocalProtocolError(f"the learner has done {work}")
 
     # --- time ------------------------------------------------------------------------------------
@@ -570,10 +568,10 @@ class Learner(Role):
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Drop nodes that are silent, and leases without progress.
+        """Drop silent nodes and leases without progress.
 
-        One plan and one round of grants follow, however many nodes are silent. The cost of a plan
-        grows with the fleet. If a region is cut off, hundreds of nodes fall silent together.
+        All dropped nodes together cause one plan and one round of grants, because a plan is costly
+        in a large fleet. If a region is cut off, hundreds of nodes become silent at once.
         """
         children = self.broadcast.tend(now=now)
         actions: list[Action] = []
@@ -619,13 +617,13 @@ class Learner(Role):
         RunEnded: _on_ended,
         LastCall: _on_last_call,
     }
-    """Type of the event -> the method that handles it."""
+    """The method that handles each type of event."""
 
 
 def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Return a warning about a version that a worker's engine refuses.
+    """Return a warning if a worker's engine refuses a version.
 
-    There is one warning for each such version.
+    Each refused version causes one warning.
     """
     stats, known = message.stats, member.stats
     version = stats.refused_version

@@ -1,10 +1,10 @@
-"""Members: the nodes that the learner knows, and the time at which each counts as gone.
+"""Tracks the nodes that the learner knows, and decides when a node counts as gone.
 
 A node is **known** after its Hello, a **member** after a Ready with the right hashes, and **gone**
-after its Goodbye or `dead_after_s` of silence. Its name belongs to one incarnation (one start of
-one process) at a time. After a quick restart the new incarnation waits until the old one has been
-silent for two heartbeats. If both keep sending messages, two processes have the same name. Then the
-newer one is refused.
+after its Goodbye or `dead_after_s` of silence. At any time, a name belongs to one incarnation: one
+start of a process. After a quick restart, the new incarnation waits until the old incarnation has
+been silent for two heartbeats. If both incarnations keep sending messages, two processes have the
+same name, and the newer process is refused.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ NODE_RATE_WINDOW_S = 10.0
 """Seconds over which a node's rates are averaged for the display."""
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
-"""Largest number of nodes known at the same time. A node takes 2 kB of memory until it is dropped.
-"""
+"""Largest number of known nodes. A node takes 2 kB of memory until it is dropped."""
 ERROR_COUNTS = (
     "failed/", "refused/", "env/errors", "engine/out_of_memory", "engine/calls_failed",
     "engine/installs_failed", "protocol_errors", "internal_errors",
 )  # fmt: skip
-"""Beginnings of the names of counters that count errors."""
+"""Prefixes of the names of error counters."""
 IDLE = "waiting for leases"
 """The reported state of a worker without leases."""
 
 Hold = Literal["standby", "drain"]
-"""An operator's choice for a node: keep it on standby, or let it finish and leave."""
+"""An operator's choice for a node: stay on standby, or finish and leave."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
-"""How to treat a Hello, which claims the name of its node."""
+"""How to treat a Hello's claim to the name of its node."""
 
 
 class Presence(StrEnum):
-    """The learner's view of a node; `Admission.TABLE` has the events that change it."""
+    """The state of a node at the learner; `Admission.TABLE` has the events that change it."""
 
     UNKNOWN = "unknown"
     KNOWN = "known"
@@ -60,37 +59,37 @@ class Presence(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """One node: its identity, its last message, its state for plans and leases."""
+    """A node with its identity, its last message, and its state for plans and leases."""
 
     node_id: str
     role: str
     incarnation: str
     last_seen_at: float
     node: PlannedNode
-    """The node's state in the plan of the broadcast."""
+    """The node's state for the plan of the broadcast."""
     worker: LeasedWorker
-    """The node's state in the scheduler of leases."""
+    """The node's state for the scheduler of leases."""
     price: Price = field(default_factory=Price)
     presence: Presence = Presence.UNKNOWN
     seals: Seals = field(default_factory=Seals)
     hello_hash: bytes = b""
-    """Hash of the Hello that was last answered with Welcome."""
+    """Hash of the last Hello that was answered with Welcome."""
     nonce: bytes = b""
     """The learner's nonce in the last Welcome."""
     hold: Hold | None = None
-    """What the operator has chosen for the node; None if the operator has chosen nothing."""
+    """The operator's choice for the node; None without a choice."""
     tokens_sampled: int | None = None
     """Number of tokens that this process had sampled at its last heartbeat; None before the first
-    heartbeat. An increase renews the leases that wait at this process.
-    """
+    heartbeat. An increase renews the process's waiting leases."""
     contested: tuple[float, float] | None = None
-    """(first, last) time at which another process claimed the node's name; None if none did."""
+    """First and last time at which another process claimed the node's name; None without a claim.
+    """
     history: deque[tuple[float, NodeStats]] = field(default_factory=deque)
     """(time, statistics) of each recent heartbeat."""
 
     @classmethod
     def of(cls, message: Hello, *, now: float) -> Member:
-        """Return a new member with the identity that a Hello states."""
+        """Return a new member with the identity in a Hello."""
         node = PlannedNode(
             message.node_id,
             message.role,
@@ -112,8 +111,8 @@ class Member:
     def beat(self, message: Heartbeat, *, now: float) -> int | None:
         """Record a heartbeat; return the number of tokens sampled since the last heartbeat.
 
-        The result is None for the first heartbeat. Its tokens may have been sampled before the
-        learner was resumed, so the number is unknown.
+        For the first heartbeat the result is None, because some tokens may have been sampled before
+        the learner was resumed.
         """
         stats, before = message.stats, self.tokens_sampled
         self.last_seen_at, self.tokens_sampled = now, stats.tokens_sampled
@@ -137,7 +136,7 @@ class Member:
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version that a worker samples from, or that a relay holds; None without one."""
+        """The version with which a worker samples or that a relay holds; None without a version."""
         return self.node.installed
 
     @property
@@ -161,13 +160,13 @@ class Member:
         )
 
     def mean_s(self, seconds: str, *, per: str) -> float | None:
-        """Return the mean seconds per counted thing, such as per byte, in the last heartbeats.
+        """Return the mean seconds per unit of a counter, such as per byte, in the last heartbeats.
 
         The result is None if the counter `per` has not increased.
 
         Args:
-            seconds: name of the counter that holds the milliseconds spent.
-            per: name of the counter of the things, or "bytes_received".
+            seconds: name of the counter of the milliseconds.
+            per: name of the counter to divide by, or "bytes_received".
         """
         if not self.history:
             return None
@@ -182,12 +181,12 @@ class Member:
         return increase(seconds) / 1000 / number if number > 0 else None
 
     def _state(self, num_leases: int) -> str:
-        """Return the last reported state; "leases under way" if IDLE with leases."""
+        """Return the last reported state, or "leases under way" for an idle worker with leases."""
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> ObservedNode:
-        """Return the facts about an active node, to explain waits."""
+        """Return the facts about an active node, for explanations of waits."""
         stats = self.stats
         write_s = self.mean_s("weights/busy_ms", per="bytes_received")
         return ObservedNode(
@@ -279,7 +278,7 @@ class Roster:
         return self._deadlines.first
 
     def deadline_of(self, member: Member) -> float | None:
-        """Return the time at which a node counts as gone; None if it is already gone."""
+        """Return the time at which a node counts as gone; None if the node is already gone."""
         is_here = self.nodes.get(member.node_id) is member
         return member.last_seen_at + self.dead_after_s if is_here else None
 
@@ -289,11 +288,11 @@ class Roster:
         return None if member is None else member.seals.proven
 
     def members(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes, all or only those with this role."""
+        """Return all admitted nodes, or only the nodes with this role."""
         return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
     def active(self, role: str | None = None) -> list[Member]:
-        """Return the admitted nodes that are not on standby, all or of one role."""
+        """Return all admitted nodes that are not on standby, or only the nodes with one role."""
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
@@ -311,15 +310,15 @@ class Roster:
         member.presence = to
 
     def take_counts_left(self) -> dict[str, Mapping[str, int]]:
-        """Return node id -> last counters of workers that left since the last call."""
+        """Return the last counters of the workers that left since the last call, by node id."""
         left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
         return left
 
     def hold(self, node_id: str, hold: Hold | None) -> None:
-        """Record the operator's choice for a node; None gives the node back to the run.
+        """Record the operator's choice for a node; None returns the node to the run.
 
-        The choice also applies to later processes of this name. Once the node has been drained, the
-        choice ends with the present process.
+        The choice also applies to later processes with this name. After a drain, the choice ends
+        with the present process.
         """
         if hold is None:
             self._holds.discard(node_id)
@@ -335,8 +334,8 @@ class Roster:
     def is_drained(self, member: Member, num_leases: int) -> bool:
         """Return whether a node that is being drained may leave.
 
-        A worker may leave once it has no leases. A relay may leave once no node gets weights from
-        it.
+        A worker may leave if it has no leases. A relay may leave if no node gets weights from the
+        relay.
         """
         if member.hold != "drain" or num_leases:
             return False
@@ -344,11 +343,11 @@ class Roster:
         return all(node.stats.parent != member.node_id for node in nodes)
 
     def release(self, member: Member) -> None:
-        """Record that a node's machine was given back and costs nothing more."""
+        """Record that a node's machine was given back, so it no longer costs money."""
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
-        """Return how to treat a Hello, which claims the name of its node.
+        """Return how to treat a Hello's claim to the name of its node.
 
         If another process holds the name, the claim is recorded.
         """
@@ -366,7 +365,7 @@ class Roster:
         return "name_taken" if now - first_at > self.dead_after_s else "wait"
 
     def take_silent(self, *, now: float) -> list[Member]:
-        """Return the nodes that have been silent for `dead_after_s`, each node once."""
+        """Return the nodes that have been silent for `dead_after_s`, each node only once."""
         return self._deadlines.take_due(now=now)
 
 
@@ -378,18 +377,18 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """Event: the run has ended; `reason` says why."""
+    """Event: the run has ended because of `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LastCall:
-    """Event: the workers have had time to leave, so the relays may leave now."""
+    """Event: the workers have had enough time to leave, so the relays may leave now."""
 
 
 class Shutdown:
-    """Sends Finish to the nodes at the run's end, in the right order."""
+    """Sends Finish to all nodes at the run's end, in the right order."""
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
         self.reason: str | None = None
@@ -399,15 +398,15 @@ class Shutdown:
         self._routes = routes
 
     def finish(self, reason: str) -> list[Action]:
-        """Send Finish with `reason` to all nodes, but to relays last.
+        """Send Finish with `reason` to all nodes, to relays last.
 
-        Relays get it once all other nodes have gone.
+        Relays get Finish when all other nodes have gone.
         """
         self.reason = reason
         return self.send_finish()
 
     def dismiss_all(self) -> list[Action]:
-        """Send Finish to all remaining nodes; from now on relays may leave, too."""
+        """Send Finish to all remaining nodes, including relays."""
         self.is_last_call = True
         return self.send_finish()
 
@@ -425,7 +424,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether no Finish for another node passes through this node."""
+        """Return whether this node does not have to forward a Finish to another node."""
         return (
             self.is_last_call
             or member.role != "relay"

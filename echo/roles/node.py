@@ -1,22 +1,20 @@
-"""The role of a dialling node: its control link, weights link, heartbeats and timeouts.
+"""The role of a relay or worker: its control link, weights link, heartbeats and timeouts.
 
-Relays and workers share this role. A node has two outbound links. The **control link** carries
-routed messages to and from the learner. It is dialled to one of the configured addresses, which are
-the learner's or a relay's. Over the **weights link** the node fetches chunks. It is dialled to the
-parent that the learner's plan names. Each link is replaced independently, and the node goes on
-working while a link is lost.
+Relays and workers dial two links. The **control link** transports routed messages to and from the
+learner. Its address is one of the configured addresses, which are those of the learner or of
+relays. Over the **weights link**, the node fetches chunks from the parent in the learner's plan.
+Each link is replaced independently, and the node continues to work while a link is lost.
 
-The states of a node and the events that change them are a table (`roles/joining.py`). The rules of
-the links:
+`roles/joining.py` has the table of a node's states. The rules of the links are:
 
 * The message of a state is repeated every `retry_s` until the node enters the next state. Task and
-  engine can take minutes to build. Meanwhile Hello is repeated once per heartbeat interval, so that
-  node and learner each know that the other is alive.
-* The control link goes from address to address until it finds the learner (`roles/control.py`).
-* A Welcome of another run, with other settings or with other hashes ends the node. Retrying could
-  not help.
-* Any other message that the learner has not sealed (`wire/seals.py`) is refused. It is counted
-  under the name of the node that forwarded it.
+  engine can take minutes to build. In this time, Hello is repeated once per heartbeat interval, so
+  that node and learner do not count as silent.
+* The control link tries the addresses in turn until the learner answers (`roles/control.py`).
+* A Welcome of another run, with other settings or with other hashes, ends the node, because
+  retrying cannot help.
+* All other messages need the learner's seal (`wire/seals.py`). A message without a valid seal is
+  refused and counted for the node that forwarded it.
 * The weights link follows the newest plan (`weights/parents.py`).
 """
 
@@ -69,11 +67,11 @@ from echo.wire.messages import (
 MAX_REASON_LENGTH = 500
 """Largest number of characters of the reason in a Goodbye."""
 MAX_PEER_NAMES = 10_000
-"""Largest number of inbound peers whose names are kept; messages to the operator use the names."""
+"""Largest number of inbound peers whose names are kept for messages to the operator."""
 
 
 Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
-"""(role, event, present time) -> actions."""
+"""A function that maps (role, event, present time) to actions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Event: the process ends once it has carried out this event's actions."""
+    """Event: the process ends after it has carried out this event's actions."""
 
     reason: str
     has_failed: bool = False
@@ -93,7 +91,7 @@ class DialingRole:
     """Decides what a relay or worker sends and dials, without IO or a clock."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
-        """Start without links; the event Started makes the role dial."""
+        """Make a role without links; the event Started makes the role dial."""
         self.settings = settings
         self.broadcast = broadcast
         self.counters = Counters()
@@ -113,19 +111,19 @@ class DialingRole:
         self.control = ControlLink(settings, self.joining, self._weights, now=now)
 
     def validate(self) -> None:
-        """Check that the store, the parent and the children agree; for tests.
+        """For tests: check that the store, the parent and the children are consistent.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they are inconsistent.
         """
         self.broadcast.validate()
 
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the version in use; on a relay the newest complete one.
+        """Return the version in use; on a relay, return the newest complete version.
 
-        None if there is no version.
+        Without a version, return None.
         """
         return self.broadcast.newest_complete
 
@@ -156,11 +154,11 @@ class DialingRole:
         )
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle the arrival of a version's last part."""
+        """Handle the arrival of a complete version."""
         return []
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
-        """Refuse a routed message for another node; a relay overrides this and forwards it."""
+        """Refuse a routed message for another node. Relays override this method to forward it."""
         raise RemoteProtocolError(
             f"a message for {envelope.target}; a {self.settings.role} does not relay"
         )
@@ -178,7 +176,7 @@ class DialingRole:
         return self.state is NodeState.ADMITTED
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event that the shell reports, by the table of this role (`HANDLERS`)."""
+        """Handle an event from the shell with the handler in the table `HANDLERS`."""
         return self.HANDLERS[type(event)](self, event, now)
 
     def _on_started(self, event: Started, now: float) -> list[Action]:
@@ -199,13 +197,13 @@ class DialingRole:
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle a failed attempt to dial; stop if all the learner's addresses refuse.
+        """Handle a failed attempt to dial; stop the node if all the learner's addresses refuse it.
 
         Args:
-            peer: the dialled peer. Nothing is done if the peer is a parent in the broadcast,
-                because the weights link notices a silent parent by itself.
+            peer: the dialled peer. A parent in the broadcast is ignored, because the weights link
+                detects a silent parent itself.
             reason: text of the cause, for the operator.
-            is_refused: whether the address refuses this node, so that further attempts are useless.
+            is_refused: whether the address refuses this node, so that a retry cannot help.
             now: the present time, seconds.
         """
         if not self.control.has(peer):
@@ -229,7 +227,7 @@ class DialingRole:
     # --- messages --------------------------------------------------------------------------------
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message; a peer's mistake is counted and noted, and raises no exception."""
+        """Handle a message; count and log a peer's protocol error instead of raising it."""
         try:
             return self._receive(peer, decode_envelope(frames), frames, now)
         except RemoteProtocolError as error:
@@ -243,7 +241,7 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link of a message that has caused an internal error.
+        """Close the link over which a message caused an internal error.
 
         If the message is for another node, the link stays open.
         """
@@ -283,7 +281,7 @@ class DialingRole:
         return self._on_learner_message(message, frames[1:], now)
 
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
-        """Handle a peer with another protocol: leave a dialled address, refuse an inbound peer."""
+        """Handle a peer with another protocol: leave its address, or refuse an inbound peer."""
         if self.control.has(peer):
             return self.control.leave_address("protocol_version", one_line(fault), now)
         self.counters.add("refused/protocol_version")
@@ -311,7 +309,7 @@ class DialingRole:
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
-        """Handle failed parents and new versions among the actions; return all other actions."""
+        """Handle failed parents and new versions among the actions; return the other actions."""
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):
@@ -324,7 +322,7 @@ class DialingRole:
         return rest
 
     def _probe(self, num_bytes: int, now: float) -> list[Action]:
-        """Begin to measure this node's uplink, if other nodes can dial this node."""
+        """If other nodes can dial this node, start to measure its uplink."""
         control = self.control
         if not control.node_id or self.settings.advertise is None:
             return []
@@ -344,7 +342,7 @@ class DialingRole:
         return self.joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message of the learner about plans or its progress.
+        """Handle a message from the learner about plans or the learner's progress.
 
         Raises:
             RemoteProtocolError: for any other message.
@@ -382,7 +380,7 @@ class DialingRole:
         return [] if is_known else self._probe(version_bytes, now)
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Make a heartbeat due at once, after an admission of this node."""
+        """Handle the admission of this node: make a heartbeat due at once."""
         self._heartbeat_at = now
         self._weights.new_learner()
         where = f"{self.control.address} ({self.control.node_id})"
@@ -390,7 +388,7 @@ class DialingRole:
         return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the end of the broadcast's work in a thread; `fault` is "" if it succeeded."""
+        """Handle the end of the broadcast's work in a thread; `fault` is "" after success."""
         return self._perform(self.broadcast.worked(work, fault, now=now), now)
 
     # --- time ------------------------------------------------------------------------------------
@@ -406,7 +404,7 @@ class DialingRole:
         return earliest(*own, self.broadcast.deadline, self._weights.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Carry out what is due at `now`: repeats, heartbeats and timeouts."""
+        """Carry out all repeats, heartbeats and timeouts that are due at `now`."""
         actions = self._perform(self.broadcast.expire(now=now), now)
         actions += self._weights.expire(now=now)
         if self.is_admitted:
@@ -421,7 +419,7 @@ class DialingRole:
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Send a heartbeat with this node's state to the learner at once."""
+        """Send a heartbeat with this node's state to the learner now."""
         self._beat_at, self._heartbeat_at = now, now + self.joining.heartbeat_s
         beat = Heartbeat(
             installed=self.version_in_use(),
@@ -442,7 +440,7 @@ class DialingRole:
         Built: _on_built,
         Leaving: _on_leaving,
     }
-    """Type of the event -> the method that handles it."""
+    """The method that handles each type of event."""
 
 
 # --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---
@@ -456,30 +454,30 @@ class Role(Protocol):
         """The time at which `expire` must be called next; None if nothing is due."""
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event that the shell reports; each role has a table of these events."""
+        """Handle an event from the shell. Each role has a table of its events."""
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle a message from the peer, given as frames."""
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the node or link whose message has raised an unexpected exception.
+        """Drop the node or the link whose message has raised an unexpected exception.
 
-        This method does not decode the message, which may have caused the exception.
+        This method does not decode the message, because decoding may have caused the exception.
         """
 
     def validate(self) -> None:
-        """Check that the parts of the role agree, as they must after every event; for tests.
+        """For tests: check after an event that the parts of the role are consistent.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they are inconsistent.
         """
         return
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle the loss of a link, inbound or outbound."""
+        """Handle the loss of an inbound or outbound link."""
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the end of work in a thread; `fault` is "" if the work succeeded."""
+        """Handle the end of work in a thread; `fault` is "" after success."""
 
     # Methods that a shell calls only for roles that dial:
 
@@ -492,8 +490,8 @@ class Role(Protocol):
         return []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle a failed attempt to dial; the transport dials again by itself."""
+        """Handle a failed attempt to dial. The transport repeats the attempt itself."""
         return []
 
     def expire(self, *, now: float) -> list[Action]:
-        """Carry out what is due at `now`."""
+        """Carry out all work that is due at `now`."""

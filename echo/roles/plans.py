@@ -1,9 +1,8 @@
-"""The learner's part in planning the broadcast: when to plan, and which nodes get new parents.
+"""Plans the broadcast at the learner: decides when to plan, and sends nodes their new parents.
 
-`weights/topology/plan.py` computes the plan. This module requests a plan from the measured uplinks.
-If a node's parents have changed, it sends the node its part of the plan. At least PLAN_S seconds
-per node pass between two plans. So planning takes only a bounded share of the time, also in a large
-fleet.
+`weights/topology/plan.py` computes the plan from the measured uplinks. A node whose parents have
+changed gets its part of the plan. At least PLAN_S seconds per node pass between two plans, so
+planning takes a bounded share of the time even in a large fleet.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from echo.wire.messages import LEARNER_ID, Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """Event: a version of the weights is about to be published."""
+    """Event: a version of the weights will be published now."""
 
 
 class Plans:
-    """Plans the broadcast when it is due, and sends new parents to the nodes."""
+    """Plans the broadcast when a plan is due; sends new parents to the nodes."""
 
     def __init__(
         self,
@@ -42,15 +41,15 @@ class Plans:
         broadcast: Broadcast,
         routes: Routes,
     ) -> None:
-        """Start without a plan; the first one is made when a node joins.
+        """Make an object without a plan; the first plan is made when a node joins.
 
         Args:
             site: the learner's place in the network.
-            chunk_bytes: assumed size of a chunk until the first version is known.
-            uplinks: node id -> bytes per second that the node could send before the run was
-                resumed.
+            chunk_bytes: size of a chunk to assume before the first version.
+            uplinks: bytes per second that each node could send before the run was resumed, by node
+                id.
             roster: the known nodes.
-            broadcast: sends the versions, and measures the learner's uplink.
+            broadcast: sends the versions and measures the learner's uplink.
             routes: send messages to the nodes.
         """
         self.planner = Planner(learner=site, chunk_bytes=chunk_bytes)
@@ -64,12 +63,12 @@ class Plans:
 
     @property
     def version_bytes(self) -> int:
-        """Bytes of the newest version as sent; 0 before the first version."""
+        """Number of sent bytes of the newest version; 0 before the first version."""
         payload = self._broadcast.payload
         return 0 if payload is None else payload.num_bytes
 
     def uplinks(self) -> dict[str, float]:
-        """Return node id -> bytes per second that this node, or the learner, can send."""
+        """Return the bytes per second that each node and the learner can send, by node id."""
         own = clamped_rate(self._broadcast.uplink.bytes_per_s)
         return self._roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
@@ -89,9 +88,9 @@ class Plans:
         return self._paced.is_due(now=now)
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
-        """Plan now, and return the plans for members whose parents changed.
+        """Plan now; return the plans for nodes whose parents have changed.
 
-        If the last plan is too recent, plan at the next deadline instead.
+        If the last plan was made too recently, delay the plan until the next deadline.
         """
         if not self._paced.may(len(self._roster.nodes), now=now):
             return []
@@ -105,16 +104,16 @@ class Plans:
         return [action for name, plan in moved for action in self._routes.to(name, plan)]
 
     def before_publish(self, *, now: float) -> list[Action]:
-        """Make a plan, if one is due, before a version is published."""
+        """Handle the publication of a version: if a plan is due, make it first."""
         is_due = self.planner.is_due(now=now, is_between=True)
         return self.replan(now, is_between=True) if is_due else []
 
     # --- what heartbeats and probes show ---------------------------------------------------------
 
     def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
-        """Record a heartbeat's measurements of links, before `Member.beat`.
+        """Record a heartbeat's measurements of links. Call this method before `Member.beat`.
 
-        Returns the actions of a probe, if one is begun.
+        If a probe is started, return its actions.
         """
         self.planner.learn(message.stats, former=member.stats)
         if message.stats.uplink_bytes_per_s:
@@ -122,9 +121,9 @@ class Plans:
         return self._probe(member, now)
 
     def repeat(self, member: Member) -> list[Action]:
-        """Send a node its plan again if it reports another parent.
+        """If a node reports another parent than its plan, send the plan again.
 
-        The plan may have been lost. Repeating it is harmless.
+        The plan may have been lost.
         """
         plan = member.node.plan
         if plan is None or member.stats.parent == plan.first_parent:
@@ -133,9 +132,9 @@ class Plans:
         return self._routes.to(member.node_id, plan)
 
     def _probe(self, member: Member, now: float) -> list[Action]:
-        """Begin to measure the learner's uplink to a node with a known uplink.
+        """Start to measure the learner's uplink to a node whose uplink is known.
 
-        No probe is sent while weights are sent, because it would measure only the remaining
+        While weights are sent, no probe is sent, because it would measure only the remaining
         bandwidth.
         """
         peer = self._routes.peer_of(member.node_id)
@@ -145,7 +144,7 @@ class Plans:
         return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
 
     def on_probe_ack(self, peer: str, *, now: float) -> list[Action]:
-        """Handle the acknowledgement of a probe, which measures the learner's uplink."""
+        """Handle the acknowledgement of a probe that measures the learner's uplink."""
         was_known = self._broadcast.uplink.bytes_per_s is not None
         actions = self._probing.acknowledged(peer, now=now)
         if not was_known and self._broadcast.uplink.bytes_per_s is not None:

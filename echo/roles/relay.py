@@ -1,9 +1,9 @@
 """The relay's role: forwards routed messages without decoding them.
 
-A routed message for the learner is sent over the relay's control link. A routed message for a node
-is sent over the link on which this node's last message came. If a message cannot be forwarded, it
-is dropped and counted. Its sender repeats every message that matters (`wire/messages.py`). So a
-relay keeps no copies, and its death costs only time.
+The relay sends messages for the learner over its control link. It sends a message for a node over
+the link on which the node's last message arrived. If a message cannot be forwarded, the relay drops
+and counts the message. Senders repeat all important messages (`wire/messages.py`), so a relay keeps
+no copies, and its death costs only time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.wire.codec import Envelope, Frame, forwarded
 from echo.wire.messages import LEARNER_ID
 
 MAX_RELAYED_ROUTES = 100_000
-"""Largest number of nodes with a route; the newest routes are kept. A route takes some hundred
+"""Largest number of nodes with a route. The newest routes are kept. A route takes some hundred
 bytes."""
 
 

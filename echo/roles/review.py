@@ -1,4 +1,4 @@
-"""Review of workers: which workers are set aside for useless groups or wrong log-probabilities."""
+"""Reviews workers: sets aside workers with useless groups or wrong log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReviewDue:
 
 @dataclass(frozen=True, slots=True)
 class SamplesTrained:
-    """Event: a step was trained; `samples` have the log-probabilities of worker and learner."""
+    """Event: a step was trained; `samples` has the log-probabilities of workers and learner."""
 
     samples: Sequence[Sampled]
 
@@ -34,12 +34,12 @@ class WorkerReview:
         *,
         counters: Counters,
     ) -> None:
-        """Start with no worker set aside.
+        """Make a review without workers that are set aside.
 
         Args:
-            roster: the known nodes, among them the workers.
+            roster: the known nodes, including the workers.
             usefulness: counts each worker's useful groups.
-            counters: gets the number of workers that were excluded for their log-probabilities.
+            counters: counts the workers that are set aside for their log-probabilities.
         """
         self._roster, self._counters = roster, counters
         self._usefulness, self._mismatches = usefulness, Mismatches()
@@ -47,14 +47,14 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful one that do not count towards the end.
+        """Number of groups since the last useful group that the limit on useless groups ignores.
 
-        The run ends after a number of groups without a useful one.
+        The run ends after a limited number of successive useless groups.
         """
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:
-        """Set workers aside or admit them again; return warnings.
+        """Set workers aside or readmit them; return warnings.
 
         The learner calls this regularly.
         """

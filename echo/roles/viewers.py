@@ -1,18 +1,17 @@
-"""Viewers: the guests that watch a run, and those that operate it.
+"""Serves viewers: guests that watch or operate a run.
 
-A viewer dials the learner with one of two keys (`net/curve.py`). With the key "view" it may only
-read. With the key "operate" it may also command. So the transport knows the viewer's rights before
-the first message. Viewers are not nodes. Their messages come to this module and to no other part of
-the role.
+A viewer dials the learner with one of two keys (`net/curve.py`). The key "view" allows only
+reading. The key "operate" also allows commands. So the transport knows the viewer's rights before
+the first message. Viewers are not nodes, and only this module handles their messages.
 
-A viewer costs the learner little, whatever it sends or does not read:
+These rules limit the cost of a viewer for the learner:
 
-* The viewer asks for each status (Watch). A status is made at most once in STATUS_S, and all
-  viewers that have asked get it. If an earlier status is still on its way to a viewer, the
-  transport drops the new one.
-* At most MAX_VIEWERS of each key are connected. A viewer that is silent for SILENT_S is
+* A viewer requests each status (Watch). A status is made at most once in STATUS_S and sent to all
+  viewers that requested it. If a viewer has not read the previous status, the transport drops the
+  new status.
+* At most MAX_VIEWERS viewers with each key are connected. A viewer that is silent for SILENT_S is
   disconnected.
-* A viewer is disconnected if it sends a long or malformed message, or too many messages.
+* If a viewer sends a long or malformed message, or too many messages, it is disconnected.
 
 The shell makes the status (MakeStatus) and carries out operations (Operate).
 """
@@ -38,28 +37,28 @@ from echo.wire.codec import (
 from echo.wire.messages import LEARNER_ID, Message, Operation, Outcome, Refuse, Status, Watch
 
 VIEW, OPERATE = "view", "operate"
-"""The names of the two keys, which are in `keys/view` and `keys/operate` of the run's directory."""
+"""The names of the two keys. The run's directory has the keys in `keys/view` and `keys/operate`."""
 MAX_VIEWERS = {VIEW: 16, OPERATE: 4}
-"""Largest number of connected viewers, by key. Each key has its own limit, so viewers that only
-read never keep an operator out."""
+"""Largest number of connected viewers, by key. The limits are separate, so that viewers that only
+read cannot exclude an operator."""
 STATUS_S = 0.5
 """Smallest number of seconds between two statuses."""
 SILENT_S = 60.0
-"""Seconds after which a silent viewer is disconnected. A viewer that watches the run asks every
+"""Seconds after which a silent viewer is disconnected. A watching viewer sends a request every
 second."""
 MAX_MESSAGE_BYTES = 4096
-"""Largest number of bytes of a viewer's message, all frames together."""
+"""Largest number of bytes of a viewer's message, summed over its frames."""
 MAX_MESSAGES_PER_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class MakeStatus(Action):
-    """Make the status of the run, and report it as StatusMade."""
+    """Action: make the status of the run and report the event StatusMade."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operate(Action):
-    """Carry out an operation, and report its outcome as OperationDone."""
+    """Action: carry out an operation and report the event OperationDone."""
 
     peer: str
     operation: Operation
@@ -67,14 +66,14 @@ class Operate(Action):
 
 @dataclass(frozen=True, slots=True)
 class StatusMade:
-    """Event: the status of the run was made, as JSON."""
+    """Event: the status of the run was made; `data` is the status as JSON."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OperationDone:
-    """Event: an operation was carried out, or could not be."""
+    """Event: an operation has succeeded or failed."""
 
     peer: str
     outcome: Outcome
@@ -88,7 +87,7 @@ class Viewer:
     """The name of the viewer's key."""
     received_at: float
     is_waiting: bool = False
-    """Whether the viewer has asked for a status that was not made yet."""
+    """Whether the viewer waits for a requested status."""
     budget: float = field(default=MAX_MESSAGES_PER_S)
     """Number of messages that the viewer may send now. The number grows by MAX_MESSAGES_PER_S each
     second."""
@@ -98,7 +97,7 @@ class Viewers:
     """Admits viewers, sends them statuses, and passes on the operations of operators."""
 
     def __init__(self, counters: Counters, peer_faults: PeerFaults) -> None:
-        """Start without viewers; `counters` count refusals, and `peer_faults` reports them."""
+        """Start without viewers; `counters` counts refusals, and `peer_faults` reports them."""
         self._counters, self._peer_faults = counters, peer_faults
         self._viewers: dict[str, Viewer] = {}
         self._made_at = float("-inf")
@@ -112,7 +111,7 @@ class Viewers:
     # --- connections -----------------------------------------------------------------------------
 
     def connected(self, peer: str, user: str, *, now: float) -> list[Action]:
-        """Admit a guest with the key `user`; refuse it if there are too many."""
+        """Admit a guest with the key `user`. If there are too many guests, refuse the guest."""
         most = MAX_VIEWERS.get(user, 0)
         if sum(viewer.user == user for viewer in self._viewers.values()) < most:
             self._viewers[peer] = Viewer(user, now)
@@ -124,13 +123,13 @@ class Viewers:
         return [*notes, self._send(peer, refuse), HangUp(peer)]
 
     def disconnected(self, peer: str) -> None:
-        """Forget a viewer whose connection has ended."""
+        """Remove a viewer whose connection has ended."""
         self._viewers.pop(peer, None)
 
     # --- messages --------------------------------------------------------------------------------
 
     def receive(self, peer: str, frames: Sequence[Frame], *, now: float) -> list[Action]:
-        """Handle a viewer's message; disconnect the viewer if the message breaks the rules."""
+        """Handle a viewer's message. If the message breaks the rules, disconnect the viewer."""
         viewer = self._viewers[peer]
         elapsed_s, viewer.received_at = now - viewer.received_at, now
         grown = viewer.budget + MAX_MESSAGES_PER_S * elapsed_s
@@ -187,7 +186,7 @@ class Viewers:
         return actions
 
     def operation_done(self, peer: str, outcome: Outcome) -> list[Action]:
-        """Send an operator the outcome of an operation, if the operator is still connected."""
+        """Send the outcome of an operation to its operator, if the operator is still connected."""
         return [self._send(peer, outcome)] if peer in self._viewers else []
 
     def _send(self, peer: str, message: Message, *payload: Frame) -> Action:
@@ -204,7 +203,7 @@ class Viewers:
         return earliest(None if silent_at is None else silent_at + SILENT_S, made_at)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Disconnect silent viewers, and request a status if one is due."""
+        """Disconnect silent viewers; if a status is due, request it."""
         silent = [p for p, each in self._viewers.items() if now >= each.received_at + SILENT_S]
         for peer in silent:
             del self._viewers[peer]

@@ -1,4 +1,4 @@
-"""Activity of a worker, as text for its operator and the learner's."""
+"""Describes a worker's activity, as text for the operators of the worker and the learner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echo.roles.worker.sampling import EngineCalls
 
 
 def describe_activity(calls: EngineCalls | None, held: HeldLeases, departure: Departure) -> str:
-    """Return text on a worker's present activity, or on its wait.
+    """Return text on a worker's present activity or wait.
 
     Args:
         calls: the calls of the worker's engine; None until the engine is built.

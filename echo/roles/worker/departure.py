@@ -1,14 +1,14 @@
-"""The departure of a worker: when it leaves, and when it has handed over all its groups.
+"""Controls the departure of a worker, from the decision to leave to the end of its groups.
 
     staying --begin--> stopping --is_stopped--> delivering --finish--> drained
 
-A worker that leaves takes no more leases. While it is *stopping* it waits for the recalled calls of
-its engine. Then it sends its unfinished groups to the learner and saves them, once. While it is
-*delivering* it waits for the last rewards, for acknowledgements, and for its file to be written.
-Each of the two waits ends after DRAIN_S at the latest.
+A leaving worker accepts no more leases. In the state *stopping*, the worker waits for its recalled
+engine calls. Then it sends its unfinished groups to the learner and saves them, once. In the state
+*delivering*, the worker waits for the last rewards, for acknowledgements, and for its file to be
+written. Each of the two waits takes at most DRAIN_S.
 
-A worker leaves because its operator stops it, or because a limit of `ReleaseTerms` has passed. In
-the second case the machine is given back once the worker is drained.
+A worker leaves if its operator stops the worker, or if a limit of `ReleaseTerms` has passed. In the
+second case, the machine is given back after the worker is drained.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from echo.core.units import format_duration
 from echo.wire.actions import Action, Note
 
 DRAIN_S = 30.0
-"""Seconds that a leaving worker waits for its engine, and then for its last rewards and acks."""
+"""Seconds that a leaving worker waits for its engine, and then again for its last rewards and
+acknowledgements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained(Action):
-    """Report that a leaving worker has handed over its groups or waited long enough."""
+    """Action: report that a leaving worker has handed over its groups or waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release(Action):
-    """Give the worker's machine back because of `reason`; the event MachineReleased follows."""
+    """Action: give the worker's machine back because of `reason`; MachineReleased follows."""
 
     reason: str
 
@@ -46,16 +47,15 @@ class MachineReleased:
     """Event: the machine was given back."""
 
     is_confirmed: bool
-    """Whether the command that gives the machine back succeeded; if not, the machine may still be
-    billed.
-    """
+    """Whether the command that gives the machine back succeeded. Otherwise the machine may still be
+    billed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTerms:
-    """How long a worker's machine is kept on standby, and how long without the learner.
+    """Limits on the time for which a worker keeps its machine on standby or without the learner.
 
-    Both are in seconds; None means without limit.
+    Both limits are in seconds; None means no limit.
     """
 
     standby_s: float | None = None
@@ -75,10 +75,10 @@ class DepartureState(StrEnum):
 
 
 class Departure:
-    """Decides when a worker leaves, and when it has handed over all its groups."""
+    """Decides when a worker leaves, and when the worker has handed over all its groups."""
 
     def __init__(self, terms: ReleaseTerms) -> None:
-        """Start in the state `staying`; `terms` limit how long the machine is kept."""
+        """Start in the state `staying`; `terms` limits the time for which the machine is kept."""
         self.terms = terms
         self.state = DepartureState.STAYING
         self.standby_since: float | None = None
@@ -102,9 +102,9 @@ class Departure:
         return [Note("info", text)]
 
     def is_due(self, *, lost_at: float, now: float) -> bool:
-        """Return whether the worker must leave; if so, set `reason`.
+        """Return whether the worker must leave. If so, set `reason`.
 
-        It must leave once a limit of its terms has passed.
+        The worker must leave when a limit of its terms has passed.
 
         Args:
             lost_at: the time at which the learner was last known to be reachable.
@@ -121,14 +121,14 @@ class Departure:
         return True
 
     def begin(self, *, now: float) -> None:
-        """Begin to leave: enter the state `stopping`, to wait for the calls of the engine."""
+        """Enter the state `stopping`, to wait for the engine's calls."""
         self.state, self._until = DepartureState.STOPPING, now + DRAIN_S
 
     def is_stopped(self, *, is_sampling: bool, now: float) -> bool:
-        """Return whether to hand over the unfinished groups now; true only once.
+        """Return whether to hand over the unfinished groups now. The result is true only once.
 
         Args:
-            is_sampling: whether a call of the engine that was recalled is still running.
+            is_sampling: whether a recalled engine call is still running.
             now: the present time, seconds.
         """
         if self.state is not DepartureState.STOPPING or (is_sampling and now < self._until):
@@ -137,9 +137,9 @@ class Departure:
         return True
 
     def finish(self, *, is_busy: bool, now: float) -> list[Action]:
-        """Return Drained, and Release if due, once the worker is done.
+        """If the worker is done, return Drained and, if required, Release.
 
-        It is done when it is not busy, or has waited DRAIN_S.
+        The worker is done when it is not busy or has waited DRAIN_S.
         """
         if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
             return []
@@ -149,7 +149,7 @@ class Departure:
     def deadline(self, *, lost_at: float) -> float:
         """Return when the present wait ends.
 
-        In the state `staying`, it is when the next limit passes.
+        In the state `staying`, this is the time at which the next limit passes.
         """
         match self.state:
             case DepartureState.STAYING:
@@ -159,7 +159,7 @@ class Departure:
         return self._until
 
     def _release_times(self, lost_at: float) -> tuple[float, float]:
-        """Return when the terms' two limits pass: first `standby_s`, then `learner_gone_s`."""
+        """Return the times at which the terms' limits `standby_s` and `learner_gone_s` pass."""
         since, terms = self.standby_since, self.terms
         return (
             math.inf if since is None or terms.standby_s is None else since + terms.standby_s,

@@ -1,4 +1,4 @@
-"""Facts about a worker's engine and task, for the decisions of its role."""
+"""Defines facts about a worker's engine and task, for the role's decisions."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ Sampler = Literal["engine", "episodes", "agents"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """The facts about a worker's engine and task, for the decisions of its role."""
+    """Facts about a worker's engine and task, for the role's decisions."""
 
     group_size: int
     groups_per_batch: int
-    """Number of groups that the engine samples at the same time, as settings and memory allow."""
+    """Number of groups that the engine samples at the same time. Settings and memory limit it."""
     num_fit: int = 0
-    """Number of groups that memory could hold at the same time if the settings set no limit; 0 if
-    unknown."""
+    """Number of groups that would fit into memory without a limit in the settings; 0 if unknown."""
     is_continuous: bool = False
-    """Whether the engine takes a new group while it samples others."""
+    """Whether the engine accepts a new group while it samples other groups."""
     num_versions: int = 1
-    """Number of versions that the engine holds at the same time and can sample from; 1 if a new
-    version replaces the old one.
-    """
+    """Number of versions with which the engine can sample at the same time. 1 if a new version
+    replaces the old version."""
     sampler: Sampler = "engine"
-    """The source of rollouts. "engine": the engine alone, which can be stopped and continued.
-    "episodes": episodes of several turns, which are played to their end because no other worker has
-    their environment. "agents": outside agents, which are offered every lease at once and which
-    request a number of leases.
-    """
+    """The source of rollouts. "engine": the engine alone, whose rollouts can be stopped and
+    continued. "episodes": episodes of several turns, which run to their end because no other worker
+    has their environment. "agents": outside agents, which get an offer of every lease at once and
+    request a number of leases."""
     max_prompt_tokens: int = 1 << 30
-    """Tokens of the longest prompt that leaves space for a completion of the largest length."""
+    """Number of tokens of the longest prompt that can be followed by a completion of the largest
+    length."""
     prompt_bound: str = "the model's window"
     """The cause of `max_prompt_tokens`, for messages."""
     max_completion_tokens: int = 1 << 30
@@ -43,19 +41,19 @@ class EngineFacts:
     takes_patches: bool = False
     """Whether the engine can apply a delta in place: write only the words that change."""
     name: str = ""
-    """Kind and data type of the engine, to compare workers by."""
+    """Kind and data type of the engine, for comparisons of workers."""
 
     @property
     def num_places(self) -> int:
-        """Number of groups that are in the engine at the same time."""
+        """Number of groups that can be in the engine at the same time."""
         return self._num_over if self.is_continuous else self.groups_per_batch
 
     @property
     def max_groups(self) -> int:
-        """Number of groups that the worker holds at the same time, in the engine or queued.
+        """Number of groups that the worker can hold, in the engine or queued.
 
-        As many groups wait as the engine takes, so that it does not wait for the network.
-        With agents it is 0 at first, because agents ask for groups later.
+        The queue holds the same number of groups as the engine, so that the engine does not wait
+        for the network. With agents the number is 0 at first, because agents request groups later.
         """
         if self.sampler == "agents":
             return 0

@@ -1,18 +1,18 @@
-"""The versions in a worker's engine: which is installed next, and which one samples a group.
+"""Decides which version a worker's engine installs next, and which version samples a group.
 
-The newest complete version is installed in flight. No rollout has to end for it, and each token
-records the version that sampled it. If the engine refuses a version, the previous version stays in
-use. The refused version is tried again after INSTALL_AGAIN_S unless a newer one comes first.
+The newest complete version is installed in flight: rollouts continue, and each token records the
+version that sampled it. If the engine refuses a version, the previous version stays in use. If no
+newer version arrives within INSTALL_AGAIN_S, the refused version is tried again.
 
-In two cases the engine has to be empty first (`EngineVersions.is_held`):
+In two cases the engine must first become empty (`EngineVersions.is_held`):
 
-* `stale_tokens = "drop"`: tokens of older weights are worthless, so running calls are recalled.
-* `one_version`, with an engine that holds one version: the running groups are finished first.
+* `stale_tokens = "drop"`: tokens of older weights are dropped, so running calls are recalled.
+* `one_version`, and the engine holds one version: the running groups are finished first.
 
-An engine may hold several versions side by side (adapters in vLLM). Then each call names the
-version that samples it. A new group gets the newest version. A continued group gets the version
-that began it, so no group mixes versions. That version may be too old to be trained on, or may have
-left the engine. Then the group is sampled from the start.
+An engine may hold several versions at once (adapters in vLLM). Then each call names a version to
+sample with. A new group gets the newest version. A continued group gets the version with which it
+began, so a group never mixes versions. If this version is too old to be trained on or has left the
+engine, the group is sampled from the start.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from echo.wire.actions import Action
 INSTALL_AGAIN_S = 30.0
 """Seconds after which a version that could not be installed is tried again, if still newest.
 
-Without another attempt a run could stop. If every worker refuses the newest version, and their
-installed versions are too old to train on, the learner never publishes a newer version.
+Without another attempt a run could stop. If all workers refuse the newest version and their
+installed versions are too old to train on, the learner cannot publish a newer version.
 """
 MAX_REFUSAL_LENGTH = 500
 """Largest number of characters of an engine's error that are sent to the learner."""
@@ -39,14 +39,14 @@ MAX_REFUSAL_LENGTH = 500
 
 @dataclass(frozen=True, slots=True)
 class Install(Action):
-    """Load `version` into the engine."""
+    """Action: load `version` into the engine."""
 
     version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
 class VersionInstalled:
-    """Event: from now on the engine samples from `version`."""
+    """Event: `version` was installed; the engine now samples with it."""
 
     version: PolicyVersion
 
@@ -61,7 +61,7 @@ class InstallFailed:
 
 @dataclass(frozen=True, slots=True)
 class InstallMissed:
-    """Event: a version was dropped before it was installed; another one follows."""
+    """Event: a version was dropped before its installation; another version follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
 
 @dataclass(frozen=True, slots=True)
 class LearnerProgress:
-    """The learner's progress, as its messages report it to the worker."""
+    """The learner's progress, as the learner's messages report it."""
 
     step: int
-    """Number of optimizer steps done."""
+    """Number of completed optimizer steps."""
     lineages: tuple[Lineage, ...]
     """The run's lineages, oldest first; each resume begins a lineage."""
 
@@ -86,7 +86,7 @@ class EngineVersions:
     """Decides which version is installed next, and which version samples a group."""
 
     def __init__(self, engine: EngineFacts) -> None:
-        """Start with an engine that holds no version."""
+        """Start with an engine without a version."""
         self.installed: PolicyVersion | None = None
         """The version that samples new groups; None if there is none."""
         self.installing: PolicyVersion | None = None
@@ -108,12 +108,12 @@ class EngineVersions:
         """The versions that the engine holds, in the order in which they were installed."""
 
     def choose(self, newest: PolicyVersion | None, *, is_sampling: bool) -> PolicyVersion | None:
-        """Return the version to install now, and note that it is being installed.
+        """Return the version to install now; record that its installation has started.
 
-        The result is None if there is no newer version, or if the engine must become empty first.
+        If there is no newer version, or if the engine must first become empty, the result is None.
 
         Args:
-            newest: the newest version that has arrived completely.
+            newest: the newest complete version.
             is_sampling: whether a call of the engine is running.
         """
         if self.installing is not None:
@@ -130,7 +130,7 @@ class EngineVersions:
         return newest
 
     def handle(self, event: InstallEvent, *, now: float) -> None:
-        """Record how an installation has ended, or that the installed version is damaged."""
+        """Record the result of an installation, or damage to the installed version."""
         match event:
             case VersionInstalled(version):
                 self.installing = self.refusal = None
@@ -150,14 +150,14 @@ class EngineVersions:
         self._kept = tuple(kept for kept in self._kept if kept != version)
 
     def expire(self, *, now: float) -> None:
-        """Allow another attempt to install a refused version once `again_at` has passed."""
+        """When `again_at` has passed, allow another attempt to install a refused version."""
         if now >= self.again_at:
             self.again_at = math.inf
 
     def usable(self, learner: LearnerProgress) -> tuple[PolicyVersion, ...]:
         """Return the versions in the engine that may sample groups.
 
-        These are the newest, and the older ones whose tokens may still be trained on.
+        They are the newest version, and older versions whose tokens may still be trained on.
         """
         newest = self.installed
         if newest is None:
@@ -173,7 +173,7 @@ class EngineVersions:
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
         """Return the only version that may sample a group.
 
-        None if any installed version may.
+        If any installed version may sample the group, the result is None.
         """
         if not self.has_several:
             return self.installed if self.waits_for_whole else None

@@ -1,4 +1,4 @@
-"""Outcomes of a worker's groups: the result that is delivered, or why there is none."""
+"""Reports the outcomes of a worker's groups: the result, or the reason for a missing result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TRACEBACK_LENGTH = 10_000
 class GroupScored:
     """Event: `rewards` are the rewards of a group's members, in order.
 
-    Some rewards are missing if the group became unwanted during scoring.
+    If the group became unwanted during scoring, some rewards are missing.
     """
 
     group: PartialGroup
@@ -42,20 +42,20 @@ class GroupScored:
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """Event: a group is finished, and its rollouts have rewards."""
+    """Event: a group is finished; its rollouts have rewards."""
 
     group: Group
 
 
 class Outcomes:
-    """Turns the outcomes of groups into results for the learner."""
+    """Converts the outcomes of groups to results for the learner."""
 
     def __init__(self, held: HeldLeases, counters: Counters, *, worker_id: str) -> None:
-        """Report the outcomes of the leases in `held`, in the name of worker `worker_id`."""
+        """Report outcomes of the leases in `held` as the worker `worker_id`."""
         self._held, self._counters, self._worker_id = held, counters, worker_id
 
     def scored(self, event: GroupScored, *, stale_tokens: StaleTokens, now: float) -> list[Action]:
-        """Deliver a scored group, unless the learner no longer wants the group."""
+        """Deliver a scored group if the learner still wants the group."""
         group = event.group
         if group.state is not GroupState.SCORING:
             self._held.handle(group, Dropped())
@@ -68,7 +68,7 @@ class Outcomes:
         return self.finished(GroupFinished(finished), now=now)
 
     def finished(self, event: GroupFinished, *, now: float) -> list[Action]:
-        """Deliver a finished group; if it is too large for a message, report a failure."""
+        """Deliver a finished group. If the group is too large for a message, report a failure."""
         group = event.group
         held = self._held.get((group.group_id, group.attempt))
         if held is None:
@@ -86,7 +86,7 @@ class Outcomes:
         return []
 
     def failed(self, event: NoResult) -> list[Action]:
-        """Report why a group has no result, unless the learner no longer wants the group."""
+        """Report why a group has no result, if the learner still wants the group."""
         group = self._held.get(key_of(event.lease))
         if group is None:
             return []

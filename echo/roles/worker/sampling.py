@@ -1,25 +1,24 @@
-"""The calls of a worker's engine: which groups a call samples together, and when it is stopped.
+"""Decides which groups a worker's engine samples in one call, and when a call is stopped.
 
-An engine that takes requests at any time gets one call per group, as soon as it has a free place.
-Any other engine gets one batch of groups after another. A batch lasts as long as its longest
-rollout, and towards its end only few of its rows are busy.
+A continuous engine accepts requests at any time: it gets one call per group as soon as it has a
+free place. Any other engine gets one batch of groups after another. A batch lasts as long as its
+longest rollout, and near its end only few rows are busy.
 
-So with `over_submission` = f > 1 a batch of N groups is recalled early, if other groups wait
-(active partial rollouts, APRIL). This happens once N / f of its groups are whole. A group is whole
-when all its rollouts have ended. Unfinished groups keep their tokens, log-probabilities and
-versions. They are continued in the next batch with the newest weights, before new groups, oldest
-first. A continued group takes only the rows of its unfinished rollouts. New groups take the
-remaining rows. A whole group is scored and delivered at once, without waiting for its batch.
+So with `over_submission` = f > 1, a batch of N groups is recalled early if other groups wait
+(active partial rollouts, APRIL). This happens when N / f of its groups are whole, that is, all
+their rollouts have ended. Whole groups are scored and delivered at once. Unfinished groups keep
+their tokens, log-probabilities and versions. The next batch continues them with the newest weights,
+oldest first, and fills the remaining rows with new groups.
 
-An engine that takes requests at any time has no batch. It is given f times the number of groups
-that its memory holds. So its queue never becomes empty while long rollouts keep their places.
+A continuous engine has no batches. It gets f times the number of groups that fit into its memory,
+so that its queue does not become empty while long rollouts keep their places.
 
-A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's own file and sent
-to the learner. Its groups are continued in a new call. So a worker that is killed loses at most
-`ship_s` seconds of sampling.
+A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's file and sent to
+the learner, and a new call continues the groups. So a killed worker loses at most `ship_s` seconds
+of sampling.
 
 If a call of several groups raises an error, its groups are sampled again in calls of half the size.
-In the end the group that causes the error is alone and fails.
+Finally the group that causes the error is alone and fails.
 
     Sample   ->  MembersGrown or NonfiniteFound, for each group as it grows;
                  then CallReturned, CallRefused or CallRaised
@@ -54,34 +53,34 @@ from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
-    """A call of the engine: the groups that it samples, and its progress.
+    """An engine call: the groups that it samples, and its progress.
 
-    Only the sampler's thread writes `seen_tokens` and `seen_signs`, at any time. The loop's thread
-    writes all other fields. `credit` adds the counts of the sampler's thread to them.
+    Only the sampler's thread writes `seen_tokens` and `seen_signs`. The event loop's thread writes
+    all other fields, and copies the two counts in `credit`.
     """
 
     groups: list[PartialGroup]
-    """The sampled groups, each with at least one unfinished member. All are greedy, or none.
-    """
+    """The sampled groups, each with at least one unfinished member. All groups are greedy, or none
+    is."""
     num_awaited: int
-    """If other groups wait, the call is recalled once this number of its groups are whole."""
+    """If other groups wait, the call is recalled when this number of its groups are whole."""
     ends_at: float
     version: PolicyVersion | None
-    """The only version that may sample the groups; None if any installed version may."""
+    """The version that must sample the groups; None to allow any installed version."""
     num_whole: int = 0
     num_tokens: int = 0
     """Number of tokens sampled so far."""
     num_signs: int = 0
-    """Number of signs of life that every group of the call was credited with. A sampled token is a
-    sign of life, too."""
+    """Number of signs of life that were added to every group of the call. A sampled token is a sign
+    of life."""
     is_recalled: bool = False
-    """Whether the engine was asked to return the call soon, with the tokens so far."""
+    """Whether the engine was requested to return the call with the tokens so far."""
     seen_tokens: int = 0
     seen_signs: int = 0
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the call takes the most likely token each time."""
+        """Whether the call always chooses the most likely token."""
         return self.groups[0].lease.is_greedy
 
     def on_tokens(self, number: int) -> None:
@@ -90,11 +89,11 @@ class EngineCall:
         self.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Count `number` signs of life of each group; called in the sampler's thread."""
+        """Count `number` signs of life for each group; called in the sampler's thread."""
         self.seen_signs += number
 
     def credit(self) -> None:
-        """Credit every group with the signs of life since the last call.
+        """Add the signs of life since the last `credit` to every group.
 
         The worker calls this before each heartbeat.
         """
@@ -109,40 +108,40 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Action):
-    """Sample the groups of this call; unfinished members continue from where they stopped."""
+    """Action: sample the groups of this call; unfinished members continue where they stopped."""
 
     call: EngineCall
 
 
 @dataclass(frozen=True, slots=True)
 class Recall(Action):
-    """Stop this call of the engine; the event CallReturned follows, with the tokens so far."""
+    """Action: stop this engine call; CallReturned follows with the tokens so far."""
 
     call: EngineCall
 
 
 @dataclass(frozen=True, slots=True)
 class OfferEpisodes(Action):
-    """Offer the episodes of `leases` to outside agents."""
+    """Action: offer the episodes of `leases` to outside agents."""
 
     leases: Sequence[Lease]
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Action):
-    """Offer no more episodes to agents; LeaseDropped follows for each lease without an agent."""
+    """Action: stop offering episodes to agents; LeaseDropped follows for leases without agents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score(Action):
-    """Compute the rewards of a whole group; stop if the group becomes unwanted."""
+    """Action: compute the rewards of a whole group; stop if the group becomes unwanted."""
 
     group: PartialGroup
 
 
 @dataclass(frozen=True, slots=True)
 class MembersGrown:
-    """Event: the engine has sampled more tokens of a group, which now has these members."""
+    """Event: the engine has sampled more tokens of a group; `members` are its members now."""
 
     call: EngineCall
     group: PartialGroup
@@ -151,7 +150,7 @@ class MembersGrown:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteFound:
-    """Event: the model returns NaN or infinite log-probabilities for a member of a group."""
+    """Event: the model has returned NaN or infinite log-probabilities for a member of a group."""
 
     group: PartialGroup
     why: str
@@ -167,7 +166,7 @@ class CallReturned:
 
 @dataclass(frozen=True, slots=True)
 class CallRefused:
-    """Event: the engine no longer holds the version that a call requires."""
+    """Event: the engine has refused a call because it no longer holds the required version."""
 
     call: EngineCall
     why: str
@@ -177,8 +176,8 @@ class CallRefused:
 class CallRaised:
     """Event: a call has raised an error.
 
-    If the engine is no longer usable, this worker ends. The learner grants the groups of all its
-    calls to other workers. The learner counts how many engines a group has made unusable.
+    If the engine is no longer usable, this worker ends, and the learner grants the groups of all
+    calls to other workers. The learner counts the engines that a group has made unusable.
     """
 
     call: EngineCall
@@ -191,19 +190,19 @@ class CallRaised:
 
 @dataclass(frozen=True, slots=True)
 class NoResult:
-    """Event and decision: a leased group ends without a result; `reason` says why."""
+    """Event and decision: a leased group ends without a result because of `reason`."""
 
     lease: Lease
     reason: str
     detail: str
     traceback: str = ""
     is_elsewhere: bool = False
-    """Whether another worker may succeed; if false, a retry would fail in the same way."""
+    """Whether a retry on another worker may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision: hand `groups` to other workers; none of them is in the engine."""
+    """Decision: return `groups`, which are not in the engine, for other workers."""
 
     groups: Sequence[PartialGroup]
 
@@ -213,10 +212,7 @@ Decision = Action | NoResult | GiveUp
 
 
 class EngineCalls:
-    """Decides which groups enter the engine, and when a call is recalled.
-
-    It also chooses the version of each call.
-    """
+    """Decides which groups enter the engine, with which version, and when a call is recalled."""
 
     def __init__(
         self,
@@ -226,13 +222,13 @@ class EngineCalls:
         counters: Counters,
         counts: Counter[str],
     ) -> None:
-        """Start with an idle engine that holds no version.
+        """Start with an idle engine without a version.
 
         Args:
             engine: the facts about the engine.
             held: the leases of this worker.
             counters: the counters of this node.
-            counts: counts of unfinished rollouts, for the learner's metrics.
+            counts: counts unfinished rollouts, for the learner's metrics.
         """
         self.engine = engine
         self.versions = EngineVersions(engine)
@@ -244,14 +240,13 @@ class EngineCalls:
         self._calls: list[EngineCall] = []
         self._max_together = MAX_LEASES
         """Most groups to sample in one call; fewer after a call that raised, to find the group at
-        fault.
-        """
+        fault."""
 
     def validate(self) -> None:
-        """Check that leases and calls agree; for tests.
+        """For tests: check that leases and calls are consistent.
 
         Raises:
-            AssertionError: if leases and calls do not agree.
+            AssertionError: if leases and calls are inconsistent.
         """
         in_calls = [group for call in self._calls for group in call.groups]
         assert len(set(in_calls)) == len(in_calls), "two calls of the engine have the same group"
@@ -268,7 +263,7 @@ class EngineCalls:
 
     @property
     def deadline(self) -> float:
-        """Time at which to recall a call, or to try a refused version again."""
+        """Time of the next recall of a call or of the next attempt to install a refused version."""
         ends = [call.ends_at for call in self._calls if not call.is_recalled]
         return min([self.versions.again_at, *ends])
 
@@ -282,12 +277,12 @@ class EngineCalls:
         is_leaving: bool,
         now: float,
     ) -> list[Decision]:
-        """Return the decisions possible now: install a version, begin calls, recall calls.
+        """Return the decisions that are possible now: install a version, begin calls, recall calls.
 
         Args:
-            newest: the newest version that has arrived completely.
+            newest: the newest complete version.
             learner: the learner's progress.
-            is_leaving: whether this worker leaves; then nothing is installed or begun.
+            is_leaving: whether this worker is leaving. If so, only recalls are possible.
             now: the present time, seconds.
         """
         decisions: list[Decision] = []
@@ -305,7 +300,7 @@ class EngineCalls:
     def _begin(self, learner: LearnerProgress, now: float) -> list[Decision]:
         """Return decisions that fill the engine's free places.
 
-        Groups that were begun come before new groups, and older groups before younger ones.
+        Begun groups come before new groups, and older groups come before younger groups.
         """
         num_free, engine = self._free_places(), self.engine
         if num_free <= 0:
@@ -405,7 +400,7 @@ class EngineCalls:
     # --- out of the engine -----------------------------------------------------------------------
 
     def handle(self, event: EngineEvent) -> list[Decision]:
-        """Handle an event that the engine reports; return the decisions that follow."""
+        """Handle an event from the engine; return the resulting decisions."""
         match event:
             case MembersGrown():
                 return self._on_grown(event)
@@ -419,7 +414,7 @@ class EngineCalls:
                 return self._on_raised(event)
 
     def _on_grown(self, event: MembersGrown) -> list[Decision]:
-        """Store a group's members, and have the group scored once all members have ended."""
+        """Store a group's members; when all members have ended, request the group's rewards."""
         event.group.members = list(event.members)
         if not event.group.is_whole:
             return []
@@ -427,10 +422,10 @@ class EngineCalls:
         return self._score(event.group)
 
     def _on_nonfinite(self, event: NonfiniteFound) -> list[Decision]:
-        """End a group if the model returns NaN or infinity for one of its members.
+        """End a group because the model returned NaN or infinity for one of its members.
 
-        Another worker has the same weights, so a retry would most likely fail, too. The group's
-        remaining rollouts are not awaited.
+        The group's remaining rollouts are not awaited. A retry on another worker would probably
+        fail too, because all workers have the same weights.
         """
         if not event.group.is_sampled:
             return []
@@ -452,8 +447,8 @@ class EngineCalls:
     def _on_refused(self, event: CallRefused) -> list[Decision]:
         """Remove a call whose version the engine has dropped.
 
-        Its groups get another version. If the dropped version is the newest, no other version may
-        sample the groups. Then they are given back to the learner.
+        The call's groups get another version. If the dropped version is the newest, no other
+        version may sample the groups, and they are returned to the learner.
         """
         call = event.call
         self._calls.remove(call)
@@ -467,11 +462,11 @@ class EngineCalls:
         return [not_installed(group.lease, event.why) for group in wanted]
 
     def _on_raised(self, event: CallRaised) -> list[Decision]:
-        """Handle a call that raised: end its only group, or make smaller calls.
+        """Handle a call that raised an error: end its only group, or make smaller calls.
 
-        Several groups are sampled again in calls of half the size, to find the group at fault. If
-        the engine is no longer usable, the groups of all its calls end on this worker. Other
-        workers may sample them.
+        Several groups are sampled again in calls of half the size, to find the group that causes
+        the error. If the engine is no longer usable, the groups of all calls end on this worker;
+        other workers may sample them.
         """
         self._counters.add("engine/calls_failed")
         calls = [event.call] if event.is_usable else list(self._calls)
@@ -488,7 +483,7 @@ class EngineCalls:
         ]
 
     def _stop(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Take unfinished groups back from the engine; give up the groups that were reclaimed."""
+        """Take unfinished groups back from the engine; give reclaimed groups to other workers."""
         reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
         for group in groups:
             self._held.handle(group, Stopped())
@@ -497,10 +492,10 @@ class EngineCalls:
     # --- recalling -------------------------------------------------------------------------------
 
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Recall the calls with `groups`, which another worker will continue.
+        """Recall the calls with `groups`, so that another worker can continue these groups.
 
-        If only the engine samples a group, another worker can continue it. An episode cannot be
-        continued, because no other worker has its environment or its agents.
+        Only groups that the engine samples alone can be continued. Other workers lack the
+        environment or the agents of an episode.
         """
         if self.engine.sampler != "engine":
             return []
@@ -513,13 +508,13 @@ class EngineCalls:
         )
 
     def leave(self) -> list[Decision]:
-        """Recall all calls, or withdraw the offers to agents; episodes are played to their end."""
+        """Recall all calls, or withdraw the offers to agents. Episodes run to their end."""
         if self.engine.sampler == "agents":
             return [Withdraw()]
         return self._recall(self._calls) if self.engine.sampler == "engine" else []
 
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
-        """Return whether to recall a call; its unfinished groups are then continued later."""
+        """Return whether to recall a call and continue its unfinished groups later."""
         if call.num_whole == len(call.groups):
             return False  # the call returns soon by itself
         if not any(group.is_sampled for group in call.groups):
@@ -543,5 +538,5 @@ class EngineCalls:
 
 
 def not_installed(lease: Lease, why: str) -> NoResult:
-    """Return the decision to give back a lease whose version is not in the engine."""
+    """Return the decision to return a lease because its version is not in the engine."""
     return NoResult(lease, "version_not_installed", why, is_elsewhere=True)

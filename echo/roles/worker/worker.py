@@ -1,13 +1,12 @@
 """The worker's role: receives leases, and delivers finished groups of rollouts.
 
 A leased group waits in the queue, is sampled in the engine, and may be interrupted between two
-calls of the engine. Its result stays in the outbox until the learner has written it to disk
-(`leases/worker/held.py` has a table of these states). Each heartbeat lists all groups. So the
-learner knows which leases to send again and which to renew. A lost link changes none of this:
-running groups go on and results are kept. After the next Admitted all unacknowledged results are
-sent again.
+engine calls. Its result stays in the outbox until the learner has written the result to disk.
+`leases/worker/held.py` has a table of these states. Each heartbeat lists all groups, so the learner
+can resend missing leases and renew the others. When the link is lost, running groups continue and
+results are kept. After the next Admitted, all unacknowledged results are sent again.
 
-The role consists of parts. Each part decides by its own state, and returns its decisions:
+Each part of the role decides from its own state, and returns its decisions:
 
     HeldLeases       leases/worker/held.py    the state of each leased group
     EngineCalls      sampling.py              which groups enter the engine, and when it is stopped
@@ -16,9 +15,10 @@ The role consists of parts. Each part decides by its own state, and returns its 
     Outcomes         outcomes.py              which result or failure of a group is reported
     Departure        departure.py             when the worker leaves, and when it is drained
 
-`Worker` connects these parts. It passes messages and events to them, sends results to the learner,
-and reports its state in heartbeats. Its shell (`runtime/worker/node.py`, or a simulation) carries
-out actions and reports their outcome as events. `Worker.handle` looks them up in one table:
+`Worker` passes messages and events to these parts, sends results to the learner, and reports the
+worker's state in heartbeats. The shell that runs the role (`runtime/worker/node.py`, or a
+simulation) carries out actions and reports their outcomes as events. `Worker.handle` looks up the
+events in a table:
 
     Configure      ->  EngineBuilt
     Sample         ->  MembersGrown, NonfiniteFound; then CallReturned, CallRefused or CallRaised
@@ -30,8 +30,8 @@ out actions and reports their outcome as events. `Worker.handle` looks them up i
     Release        ->  MachineReleased
     Drained            the process may end without losing anything
 
-After every event the role does whatever has become possible (`_advance`): install, begin, recall,
-ship, send and leave.
+After every event, `_advance` carries out all actions that have become possible: install, begin,
+recall, ship, send and leave.
 """
 
 from __future__ import annotations
@@ -108,10 +108,9 @@ from echo.wire.messages import (
 MAX_VERSION_WAIT_S = 30.0
 """Seconds for which a lease waits for a version that may sample it.
 
-When the learner grants a lease, it relies on the version that the worker reported last. A restarted
-worker may hold an older version. The newer version may arrive soon. It never arrives if the
-worker's link is cut off, or if the engine refuses the version. So the lease waits, and is then
-given back for another worker.
+The learner grants a lease for the version that the worker reported last. A restarted worker may
+hold an older version. The newer version may arrive soon, or never, for example because the engine
+refuses it. So the lease waits for this time, and is then returned for another worker.
 """
 # --- Events, beside those of the parts ---
 
@@ -126,14 +125,14 @@ class EngineBuilt:
 
 @dataclass(frozen=True, slots=True)
 class LeasesDemanded:
-    """Event: agents need `num_groups` groups, with those that they already have."""
+    """Event: agents need `num_groups` groups in total, including the groups that they have."""
 
     num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesAlive:
-    """Event: for each of these leases, agents have given `num_signs` signs of life in total."""
+    """Event: agents have shown `num_signs` signs of life in total for each of these leases."""
 
     leases: Sequence[Lease]
     num_signs: int
@@ -141,13 +140,13 @@ class LeasesAlive:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDropped:
-    """Event: no agent will work on a lease, so the learner will let it expire."""
+    """Event: no agent will work on a lease, so the lease will expire at the learner."""
 
     lease: Lease
 
 
 class Worker(DialingRole):
-    """A dialling role that connects a worker's parts with the learner and with its shell."""
+    """The worker's role: connects the role's parts with the learner and the shell."""
 
     def __init__(
         self,
@@ -158,13 +157,13 @@ class Worker(DialingRole):
         terms: ReleaseTerms | None = None,
         now: float,
     ) -> None:
-        """Start without leases and without an engine; the event EngineBuilt brings the engine.
+        """Start without leases and engine; the event EngineBuilt provides the engine.
 
         Args:
             settings: the settings of the node.
-            broadcast: the node's part of the weights plane.
+            broadcast: receives and forwards versions of the weights.
             outbox: keeps results until they are acknowledged.
-            terms: limits on the time for which the worker's machine is kept; None for no limits.
+            terms: limits on the time for which the worker keeps its machine; None for no limits.
             now: the present time, seconds.
         """
         super().__init__(settings, broadcast, now=now)
@@ -184,10 +183,10 @@ class Worker(DialingRole):
         """The calls of the engine; None until the engine is built."""
 
     def validate(self) -> None:
-        """Check that leases, outbox and calls of the engine agree, too; for tests.
+        """For tests: also check that leases, outbox and engine calls are consistent.
 
         Raises:
-            AssertionError: if they do not agree.
+            AssertionError: if they are inconsistent.
         """
         super().validate()
         self.held.validate()
@@ -195,7 +194,7 @@ class Worker(DialingRole):
             self._calls.validate()
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event that the shell reports, and do what has become possible."""
+        """Handle an event from the shell; carry out all actions that have become possible."""
         return [*super().handle(event, now=now), *self._advance(now)]
 
     # --- what the learner and the operator are told ----------------------------------------------
@@ -210,25 +209,25 @@ class Worker(DialingRole):
         return self.installed_version
 
     def capacity(self) -> int:
-        """Return how many groups this worker may hold.
+        """Return the number of groups that this worker may hold.
 
-        It is 0 without weights or with a full outbox.
+        The number is 0 without weights or with a full outbox.
         """
         is_closed = self.installed_version is None or self.outbox.is_full
         return 0 if is_closed else min(self.max_groups, MAX_LEASES)
 
     @property
     def lineages(self) -> tuple[Lineage, ...]:
-        """The lineages of the run, oldest first, as the learner has sent them."""
+        """The run's lineages from the learner, oldest first."""
         return self.joining.lineages
 
     @property
     def activity(self) -> str:
-        """Text for the operator on this worker's present activity, or its wait."""
+        """Text for the operator on this worker's present activity or wait."""
         return describe_activity(self._calls, self.held, self.departure)
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the state of each lease that is held or whose result is not acknowledged."""
+        """Return the state of each held lease and of each lease with an unacknowledged result."""
         return tuple(self.held.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
@@ -254,24 +253,24 @@ class Worker(DialingRole):
         )
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Send a heartbeat with this worker's state to the learner at once.
+        """Send a heartbeat with this worker's state to the learner now.
 
         A group that is being scored counts as alive, because every call of a task's code has a time
-        limit. The limit also covers a call that hangs or waits for a free thread. So such a group
-        ends with the task's error, and not because its lease expires.
+        limit. So if a call hangs or waits for a thread, the group ends with the task's error before
+        its lease expires.
         """
         for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
         return super().heartbeat(now=now)
 
     def _beat(self, now: float) -> list[Action]:
-        """Send a heartbeat at once, because the state has changed."""
+        """Send a heartbeat now, because the state has changed."""
         return self.heartbeat(now=now) if self.is_admitted else []
 
     # --- from the learner ------------------------------------------------------------------------
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message of the learner about leases, acknowledgements or plans."""
+        """Handle a message from the learner about leases, acknowledgements or plans."""
         match message:
             case Grant():
                 self._on_grant(message, payload)
@@ -297,9 +296,9 @@ class Worker(DialingRole):
                 self.held.add(lease, members)
 
     def _on_reclaim(self, message: Reclaim, now: float) -> list[Action]:
-        """Hand reclaimed groups to other workers: waiting groups now, running groups later.
+        """Return reclaimed groups for other workers: waiting groups now, running groups later.
 
-        Running groups are handed over once their calls have stopped.
+        Running groups are returned after their calls have stopped.
         """
         groups = [g for key in message.leases if (g := self.held.get(key)) is not None]
         recalled: list[Decision] = []
@@ -309,9 +308,9 @@ class Worker(DialingRole):
         return [*self._decided(recalled, now), *self._give_up(waiting, now)]
 
     def _give_up(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Hand back groups that are not in the engine, for other workers.
+        """Return groups that are not in the engine, so that other workers can continue them.
 
-        Their tokens go with them.
+        The groups' tokens are sent, too.
         """
         if not groups or not self.is_admitted:
             return []
@@ -347,10 +346,10 @@ class Worker(DialingRole):
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Send a heartbeat, and send every unacknowledged result again.
+        """Send a heartbeat; send all unacknowledged results again.
 
-        Unfinished groups are sent to the learner again when they are due. A restarted learner has
-        lost all of them, and a message may have been lost with the link.
+        Unfinished groups are sent again at their next due time, because a restarted learner has
+        lost them, and a lost link may have lost messages.
         """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
@@ -358,13 +357,13 @@ class Worker(DialingRole):
         return [*actions, *self.heartbeat(now=now), *self._send_due(now)]
 
     def on_version(self, *, now: float) -> list[Action]:
-        """Handle the arrival of a version's last part."""
+        """Handle the arrival of a complete version."""
         return self._advance(now)
 
     # --- after every event -----------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Action]:
-        """Carry out what has become possible: install, begin, recall, ship, send, and leave."""
+        """Carry out all actions that are possible: install, begin, recall, ship, send and leave."""
         calls = self._calls
         actions: list[Action] = []
         if calls is not None and not calls.is_broken:
@@ -380,7 +379,7 @@ class Worker(DialingRole):
     def _decided(self, decisions: Iterable[Decision], now: float) -> list[Action]:
         """Carry out decisions of `EngineCalls`; return the resulting actions.
 
-        Decisions that are actions themselves are returned unchanged.
+        If a decision is an action, return the decision unchanged.
         """
         actions: list[Action] = []
         for decision in decisions:
@@ -394,9 +393,9 @@ class Worker(DialingRole):
         return actions
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send the new tokens of interrupted groups to the learner.
+        """Send new tokens of interrupted groups to the learner, if this worker is admitted.
 
-        This worker must be admitted. A group is sent at most once in `interval_s` seconds.
+        A group is sent at most once in `interval_s` seconds.
         """
         if not self.is_admitted:
             return []
@@ -448,7 +447,7 @@ class Worker(DialingRole):
         return [*actions, *self.ship(interval_s=interval_s, now=now), *saved]
 
     def _on_install(self, event: InstallEvent, now: float) -> list[Action]:
-        """Handle the end of an installation; stop if it failed and no version is installed."""
+        """Handle the end of an installation. If it failed and no version is installed, stop."""
         if self._calls is None:
             return []  # a stored version was found damaged before the engine was built
         self._calls.versions.handle(event, now=now)
@@ -533,7 +532,7 @@ class Worker(DialingRole):
         return [*self._beat(now), *self._decided(stops, now)]
 
     def _leave_when_done(self, now: float) -> list[Action]:
-        """Hand over unfinished groups once the engine has stopped; leave if nothing is pending."""
+        """Hand over unfinished groups when the engine has stopped; leave when all work is done."""
         if not self.is_leaving:
             return []
         calls, departure = self._calls, self.departure
@@ -549,7 +548,7 @@ class Worker(DialingRole):
         return [*actions, *departure.finish(is_busy=is_busy, now=now)]
 
     def _on_released(self, event: MachineReleased, now: float) -> list[Action]:
-        """Send a Goodbye that tells whether the machine's release is confirmed; then stop."""
+        """Send a Goodbye with the result of the machine's release; then stop."""
         reason = self.departure.reason
         goodbye: list[Action] = []
         if self.is_admitted:
@@ -568,7 +567,7 @@ class Worker(DialingRole):
         return earliest(super().deadline, outbox_at, None if first == math.inf else first)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Carry out what is due at `now`: leaving, repeats, heartbeats, overdue leases."""
+        """Carry out work that is due at `now`: departure, repeats, heartbeats, overdue leases."""
         actions: list[Action] = []
         if self.departure.is_due(lost_at=self.control.lost_at, now=now):
             actions.append(Note("warning", f"leaving: {self.departure.reason}"))
