@@ -1,10 +1,9 @@
-"""Virtual time for asyncio: the loop makes calls in the order of their times, without waiting.
+"""Provides virtual time for asyncio: an event loop that makes calls without waiting.
 
-Tasks, timers and timeouts run on a `VirtualLoop` without change. When no callback is ready, time
-jumps to the next timer. Calls for the same instant are made in the order in which they were
-scheduled. So the same program gives the same history. The loop has no sockets and no threads. It
-also makes the calls that a node would make in threads (`InlineThreads`). Each is made after the
-simulated time that it takes.
+Tasks, timers and timeouts run unchanged on a `VirtualLoop`. When no callback is ready, time jumps
+to the next timer. Calls for the same instant are made in the order of scheduling. So the same
+program always gives the same history. The loop has no sockets and no threads. `InlineThreads` makes
+the calls that a node makes in threads, each after its simulated time.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from echo.runtime.threads import Returned
 
 
 class StandstillError(RuntimeError):
-    """The program has not ended, but nothing is scheduled on the loop."""
+    """The program has not ended, but the loop has no scheduled calls."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose time jumps to the next timer when it is idle.
+    """An event loop that advances time to the next timer when it is idle.
 
-    Timers of the same instant fire in the order in which they were set. So messages that arrive
-    together keep their order. asyncio's own loops do not promise this.
+    Timers of the same instant fire in the order of scheduling, which asyncio's loops do not
+    guarantee. So messages that arrive together keep their order.
     """
 
     _ready: deque[asyncio.Handle]
@@ -55,7 +54,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _run_once(self) -> None:
-        """Make the calls that are ready, or advance time to the next timer.
+        """Make the ready calls. If there are none, advance time to the next timer.
 
         Raises:
             StandstillError: if no call is ready and no timer is set.
@@ -80,7 +79,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()  # noqa: SLF001 -- as its base class does
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer is dropped at the instant for which it was set."""
+        """Do nothing: the loop drops a cancelled timer at the timer's instant."""
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any
@@ -113,16 +112,16 @@ class InlineThreads:
         return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
-        """Return a new pool, which makes at most `num_threads` calls at a time."""
+        """Return a new pool that makes at most `num_threads` calls at a time."""
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:
-        """Drop all scheduled calls, also those whose simulated time has begun."""
+        """Drop all scheduled calls, including calls that have already begun."""
         self.is_closed = True
 
 
 class InlinePool:
-    """Replaces one pool of threads: calls begin in the order of the requests."""
+    """Replaces a pool of threads; calls begin in the order of the requests."""
 
     def __init__(self, threads: InlineThreads, name: str, num_threads: int) -> None:
         self._threads = threads
@@ -132,8 +131,8 @@ class InlinePool:
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
         """Schedule a call of `function`; return the future of its result.
 
-        The simulated time of the call begins when one of the pool's simulated threads is free. The
-        call is made at the end of this time.
+        The call begins when a simulated thread of the pool is free. The function runs at the end of
+        the call's simulated time.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Returned] = loop.create_future()

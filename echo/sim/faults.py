@@ -1,4 +1,4 @@
-"""Faults in a simulation: the scenario's faults, and random losses of spot machines."""
+"""Makes faults in a simulation: the scenario's faults and random losses of spot machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echo.sim.worker import SimWorker
 class SimulatedSite:
     """A rented machine and its access to the network.
 
-    At times no worker's process runs on it.
+    Sometimes no worker runs on the machine.
     """
 
     name: str
@@ -29,10 +29,10 @@ class SimulatedSite:
     worker: SimWorker | None = None
     rental: Rental | None = None
     num_absences: int = 0
-    """Number of faults that keep the machine or its process away now. Once it is 0, a worker can
-    start here again."""
+    """Number of faults that disable the machine or its process now. When the number is 0, a worker
+    can start here again."""
     is_given_up: bool = False
-    """Whether the worker has given the machine back, so that no worker starts here again."""
+    """Whether the worker has given the machine back. If so, no worker starts here again."""
 
     def give_back(self, now: float) -> None:
         """Stop paying for the machine at the time `now`."""
@@ -41,7 +41,7 @@ class SimulatedSite:
 
 
 class Stage(Protocol):
-    """The parts of a simulation on which faults act."""
+    """The parts of a simulation that faults affect."""
 
     scenario: Scenario
     loop: VirtualLoop
@@ -55,10 +55,10 @@ class Stage(Protocol):
 
 
 class Faults:
-    """Makes the faults of one simulated run happen."""
+    """Schedules and makes the faults of one simulated run."""
 
     def __init__(self, stage: Stage) -> None:
-        """Schedule nothing yet; `begin` schedules the faults on this stage."""
+        """Prepare faults for this stage; `begin` schedules them."""
         self._stage = stage
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""The simulated learner: the real learner without a disk, with a trainer that takes only time."""
+"""Simulates the learner: the real learner's node without a disk, with a simulated trainer."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run ends if it has trained nothing for too long. This limit is GIVE_UP_S seconds, or the time
-of GIVE_UP_STEPS steps if these take longer."""
+"""A run ends after this number of step times without a trained step, or after GIVE_UP_S seconds if
+that is longer."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
-"""A bound on staleness so large that it never delays a lease."""
+"""A bound on staleness that is too large to delay a lease."""
 
 _log = logging.getLogger("echo.sim")
 
 
 class SimLearner(LearnerNode):
-    """The real learner's node, which records its steps in the history of the simulation."""
+    """The real learner's node; it records its steps in the simulation's history."""
 
     is_watching = False
     notices = ()
@@ -88,7 +88,7 @@ class SimLearner(LearnerNode):
         broadcast: Broadcast,
         end: Callable[[str], None],
     ) -> None:
-        """Start a run of the scenario on this transport.
+        """Start a run of the scenario on a transport.
 
         `end` is called when the run ends. Its argument is the reason, or "" after the last step.
         """
@@ -123,11 +123,11 @@ class SimLearner(LearnerNode):
         super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
-        """Return group id -> number of tokens of each accepted and untrained group."""
+        """Return the number of tokens of each accepted and untrained group, by group id."""
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Record a step, its costs if activation is on, and explanations of waits."""
+        """Record a step, explanations of waits, and with activation the step's costs."""
         figures: Mapping[str, Any] = row
         history, trainer = self._history, self.trainer
         if "explain" in row:
@@ -172,20 +172,20 @@ class SimLearner(LearnerNode):
         """Do nothing with the status: a simulation has no disk."""
 
     def export(self, directory: Path, publication: Publication) -> None:
-        """Report that the run has ended before its last step because its budget is spent.
+        """Record that the run has ended before its last step because its budget is spent.
 
-        After the last step the run has ended already, so this call has no effect.
+        After the last step, this call has no effect.
         """
         self._end_run("the budget of the run is spent")
 
 
 def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
-    """Return the sections of the configuration that the learner's node reads.
+    """Return the configuration sections that the learner's node reads.
 
     Args:
-        scenario: the scenario that is simulated.
-        scale: number of bytes that one byte of a simulated version stands for; prices of traffic
-            are multiplied by it.
+        scenario: the simulated scenario.
+        scale: number of real bytes per byte of a simulated version; prices of traffic are
+            multiplied by this number.
     """
     job, settings = scenario.job, scenario.settings
     return RunSections(
@@ -239,7 +239,7 @@ def make_role(
     scale: float,
     now: float,
 ) -> Learner:
-    """Return the learner's role, set up for the scenario."""
+    """Return the learner's role for the scenario."""
     job, settings = scenario.job, scenario.settings
     return Learner(
         LearnerSettings(
@@ -304,7 +304,7 @@ def _egress_per_gb(scenario: Scenario) -> float:
 
 
 class NoPrompts:
-    """Replaces the prompt source in a simulation: all prompts are the same."""
+    """Replaces the prompt source in a simulation; all prompts are equal."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
         return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

@@ -1,7 +1,7 @@
-"""Draws the length of each group by the group's id, and records which versions sampled it.
+"""Draws each group's length from the group's id, and records the versions that sampled the group.
 
-In a simulation, a group on the wire has one token for each version that sampled it. This module
-keeps the true number of tokens of each group.
+In a simulation, the message of a group has one token per version that sampled the group. This
+module stores the true number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Lease
 
 REMEMBERED = 1 << 17
-"""Number of groups whose lengths are cached; other lengths are drawn again when they are needed."""
+"""Number of groups with cached lengths. Other lengths are drawn again when needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class GroupLength:
     longest: int
     """Number of completion tokens of the longest rollout."""
     is_useful: bool = True
-    """Whether the group's rewards differ, so that it can be trained on."""
+    """Whether the group's rewards differ, so that the group can be trained on."""
 
 
 class LogNormalLengths:
-    """Draws the lengths of completions, independently, from a log-normal distribution.
+    """Draws independent completion lengths from a log-normal distribution.
 
-    Lengths above the limit are cut to the limit.
+    Lengths above the limit are reduced to the limit.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class LogNormalLengths:
         useful_share: float,
         seed: int,
     ) -> None:
-        """Set the distribution from which lengths are drawn.
+        """Set the distribution of the lengths.
 
         Args:
-            mean: mean number of tokens of a completion, before the limit cuts it.
-            spread: standard deviation of the length divided by its mean.
+            mean: mean number of tokens of a completion, before the limit applies.
+            spread: standard deviation of the length, divided by the mean length.
             limit: largest number of tokens of a completion.
             group_size: number of completions of a group.
             useful_share: share of the groups whose rewards differ.
@@ -107,7 +107,7 @@ class Groups:
         return self._lengths.of(group_id)
 
     def num_bytes(self, header: Frame) -> float:
-        """Return a group's bytes on the wire in a real run, from its header."""
+        """Return a group's size in a real run, in bytes, from the group's header."""
         group_id = _decoder.decode(header).group_id
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 
@@ -122,7 +122,7 @@ class Groups:
     def waiting(self, group_id: int) -> float:
         """Return the number of tokens of a finished attempt at a group.
 
-        It is 0 if no attempt has finished, or the group was trained or discarded.
+        The number is 0 if no attempt has finished, or if the group was trained or discarded.
         """
         attempts = self._shares.get(group_id)
         return sum(share for _, share in next(iter(attempts.values()))) if attempts else 0.0

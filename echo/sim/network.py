@@ -1,26 +1,25 @@
-"""The simulated network: connections with rates, latency, jitter and cuts.
+"""Simulates the network: connections with rates, latency, jitter and cuts.
 
     sender's uplink  ->  route between two regions  ->  receiver's downlink
     (shared by all)      (one stream's rate, delay)      (shared by all)
 
-* **Bulk** messages are chunks and groups. They queue at the uplink in the order in which they were
-  sent. They take the route at the rate of one stream, and queue again at the downlink. A stage
-  begins with the first byte of a message, so an idle stage adds no time. **Small** messages do not
-  queue. They pass between bulk messages, as if they were packets of other connections, and only the
-  latency delays them. Messages of one connection arrive in order.
-* A connection is a stream, like TCP: a lost packet costs time, and no message is lost. The rate of
+* **Bulk** messages are chunks and groups. They queue at the uplink in the order of sending, travel
+  along the route at the rate of one stream, and queue again at the downlink. A stage begins with
+  the first byte of a message, so an idle stage adds no time. **Small** messages do not queue, and
+  only the latency delays them. Messages of one connection arrive in order.
+* A connection is a stream, like TCP: a lost packet costs time, but no message is lost. The rate of
   a route is the measured rate of one stream, which includes TCP's response to lost packets.
-* When a cut begins, messages in flight are lost and the connection stalls. An end of the connection
-  is notified after the `dead_after_s` of its machine, as if heartbeats had not been answered. The
-  same happens when a machine is lost. When only a process dies, its peers are notified after the
-  latency.
-* A listener can be dialled at its address. All other nodes are behind a NAT and can only dial.
+* When a cut begins or a machine is lost, messages in flight are lost and the connection stalls.
+  Each end of the connection is notified after its machine's `dead_after_s`, as if heartbeats had
+  not been answered. When only a process dies, its peers are notified after the latency.
+* Other nodes can dial a listener at its address. All other nodes are behind a NAT and can only
+  dial.
 
-One byte of a simulated image stands for `weight_scale` bytes of a real one. So a version has few
-and small chunks in memory, but has its true size on every link.
+One byte of a simulated image represents `weight_scale` bytes of a real image. So a version has few
+and small chunks in memory, but its true size on every link.
 
-No call here waits, and there are no keep-alive messages. Nodes use the network through
-`SimTransport` (`echo/sim/transport.py`).
+The calls of this module never wait, and there are no keep-alive messages. Nodes use the network
+through `SimTransport` (`echo/sim/transport.py`).
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ from echo.net.transport import Frame, format_address, parse_address
 from echo.sim.lengths import Groups
 
 BULK_BYTES = 1 << 14
-"""Size in bytes from which on a message counts as bulk and queues at the links."""
+"""Smallest size of a bulk message, in bytes. Bulk messages queue at the links."""
 FRAMING_BYTES = 60
-"""Approximate number of bytes that TCP, ZMTP and IP add to a message."""
+"""Approximate number of bytes that TCP, IP and ZMTP (ZeroMQ's protocol) add to a message."""
 HANDSHAKE_TRIPS = 4
-"""Number of one-way trips of a handshake: two of TCP, two of CURVE."""
+"""Number of one-way trips in a handshake: two for TCP and two for CURVE."""
 FIRST_FREE_PORT = 49152
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The route between two regions, in one direction."""
+    """The route from one region to another."""
 
     bytes_per_s: float = math.inf
     """Rate of one stream, bytes per second."""
     latency_s: float = 0.0005
     """Latency in one direction, seconds."""
     jitter_s: float = 0.0
-    """Largest jitter, seconds: each message takes an additional time drawn uniformly from [0,
-    jitter_s]."""
+    """Largest jitter, seconds. Each message takes an additional time that is uniformly distributed
+    in [0, jitter_s]."""
 
     def __post_init__(self) -> None:
         if min(self.latency_s, self.jitter_s) < 0 or not math.isfinite(
@@ -77,17 +76,17 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class Port:
-    """A machine's access to the network, which remains when its processes end."""
+    """A machine's access to the network. It remains when the machine's processes end."""
 
     name: str
     region: str = ""
-    """The machine's region; if empty, the machine is alone in a region with its own name."""
+    """The machine's region. If empty, the machine has a region of its own with its name."""
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
     address: str | None = None
-    """The address at which the machine can be dialled; None behind a NAT."""
+    """The address at which other nodes can dial the machine; None behind a NAT."""
     dead_after_s: float = 10.0
-    """Seconds after which a process on this machine gives up a stalled connection."""
+    """Seconds after which a process on this machine closes a stalled connection."""
     up_idle_at: float = 0.0
     down_idle_at: float = 0.0
     bytes_sent: float = 0.0
@@ -98,7 +97,7 @@ class Port:
 
 
 class Client(Protocol):
-    """A process that has connections over the network, such as a SimTransport."""
+    """A process with connections over the network, such as a SimTransport."""
 
     port: Port
 
@@ -109,40 +108,40 @@ class Client(Protocol):
     def on_disconnected(self, end: LinkEnd, reason: str) -> None: ...
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Handle a message that has arrived at one of the process's ends.
+        """Handle a message that has arrived at one of this process's ends.
 
-        A listener is not notified of an inbound connection before its first message.
+        The first message of an inbound connection also notifies a listener of the connection.
         """
 
 
 @dataclass(slots=True, eq=False)
 class LinkEnd:
-    """One end of a connection, with the route from this end to the other end."""
+    """One end of a connection, and the route from this end to the other end."""
 
     client: Client
     address: str | None
-    """The address that this end dialled; None at the end that was dialled."""
+    """The address that this end has dialled; None if the other end has dialled."""
     number: int
-    """Number of the attempt to dial, counted over the whole network."""
+    """Serial number of the attempt to dial, in the whole network."""
     peer: str = ""
-    """The name that this end's client gives to the other side."""
+    """The name of the other side for this end's client."""
     unread_bytes: int = 0
-    """Number of bytes that were sent to this end and that its client has not taken yet. The clients
-    keep this number up to date."""
+    """Number of bytes that were sent to this end and are not yet read by its client. The clients
+    update the number."""
     is_open: bool = False
     is_over: bool = False
     is_stalled: bool = False
     far: LinkEnd = field(init=False)
-    """The other end of the connection. This field and the fields below are set when the connection
-    is established."""
+    """The other end of the connection. This field and the following fields are set when the
+    connection is established."""
     route: Route = field(init=False)
     stream_bytes_per_s: float = field(init=False)
     chance: random.Random | None = None
-    """Random numbers for the jitter, which both ends share; None without jitter."""
+    """Random numbers for the jitter. Both ends share them. None without jitter."""
     idle_at: float = 0.0
     """Time at which the route is free for another bulk message."""
     arrived_at: float = 0.0
-    """Time at which the newest message sent from this end reaches the receiver's downlink."""
+    """Time at which the newest message from this end reaches the receiver's downlink."""
     done_at: float = 0.0
     """Time at which the receiver's downlink has delivered all messages that have reached it."""
 
@@ -152,7 +151,7 @@ Sides: TypeAlias = tuple[frozenset[str], ...]
 
 
 class Network:
-    """All connections of a simulation, and the bytes that they have carried."""
+    """All connections of a simulation, and the number of transported bytes."""
 
     def __init__(
         self,
@@ -163,16 +162,14 @@ class Network:
         groups: Groups | None = None,
         bulk_bytes: int = BULK_BYTES,
     ) -> None:
-        """Start with no nodes, regions or connections.
+        """Make a network without nodes, regions and connections.
 
         Args:
             seed: seed of the random jitter.
-            between: the route between regions that have no route of their own; None for a route
-                without delay.
-            weight_scale: number of bytes of a real image that one byte of a simulated image stands
-                for.
-            groups: the true sizes of groups; None if the sizes of their messages are used.
-            bulk_bytes: a message of this size or more, in bytes, counts as bulk.
+            between: the default route between two regions; None for a route without delay.
+            weight_scale: number of bytes of a real image per byte of a simulated image.
+            groups: the true sizes of groups; None to use the sizes of the messages.
+            bulk_bytes: smallest size of a bulk message, in bytes.
         """
         self._seed = seed
         self.weight_scale = weight_scale
@@ -197,7 +194,7 @@ class Network:
         return asyncio.get_running_loop().time()
 
     def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call for an instant, or make it now if the instant has passed."""
+        """Schedule a call for an instant. If the instant has passed, make the call now."""
         loop = asyncio.get_running_loop()
         loop.call_at(max(instant, loop.time()), call, *arguments)
 
@@ -206,13 +203,13 @@ class Network:
     def add_region(self, name: str, route: Route) -> None:
         """Set the route between a region and the learner.
 
-        The route between two regions consists of the routes of both.
+        The route between two regions consists of the routes of both regions.
         """
         self._regions[name] = route
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 
     def set_route(self, source: str, destination: str, route: Route) -> None:
-        """Replace the route between two regions; messages under way keep the old route."""
+        """Replace the route from one region to another; messages in flight keep the old route."""
         self._routes[source, destination] = route
         for end in self._standing():
             if (end.client.port.region, end.far.client.port.region) == (source, destination):
@@ -233,7 +230,7 @@ class Network:
         return found
 
     def listen(self, client: Client) -> None:
-        """Let a client accept connections at its port's address.
+        """Let a client accept connections at the address of its port.
 
         Port number 0 in the address is replaced by a free port.
 
@@ -259,7 +256,7 @@ class Network:
     # --- connections -----------------------------------------------------------------------------
 
     def dial(self, client: Client, address: str, *, peer: str = "") -> LinkEnd:
-        """Start to connect a client to an address, and return the client's end.
+        """Start to connect a client to an address; return the client's end.
 
         The client's `on_connected` or `on_refused` is called after the handshake. `peer` is the
         client's name for the other side.
@@ -301,10 +298,11 @@ class Network:
     def hang_up(
         self, end: LinkEnd, *, linger_s: float = math.inf, reason: str = "the peer hung up"
     ) -> None:
-        """Close a connection or stop dialling; the other side is notified after the latency.
+        """Close a connection or stop dialling; notify the other side after the latency.
 
-        Messages already sent still arrive for `linger_s` seconds. The other side is notified after
-        the last of them. The client of this end gets no further events of the connection.
+        Messages that were already sent still arrive for `linger_s` seconds. After the last of these
+        messages, the other side is notified. This end's client gets no further events of the
+        connection.
         """
         is_notified = end.is_open and not end.is_stalled
         self._leave(end)
@@ -314,15 +312,16 @@ class Network:
             self.at(at, self._on_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
-        """End a process and notify its peers; sent messages still arrive for `linger_s`."""
+        """End a process and notify its peers. Sent messages still arrive for `linger_s`."""
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")
 
     def vanish(self, client: Client) -> None:
-        """End a process because its machine is lost; its peers get no notice.
+        """End a process because its machine is lost; do not notify its peers.
 
-        The peers' ends of its connections stall, and each peer gives up after its `dead_after_s`.
+        The peers' ends of the connections stall, and each peer gives up after its own
+        `dead_after_s`.
         """
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
@@ -346,7 +345,7 @@ class Network:
     def _on_end(self, end: LinkEnd, reason: str) -> None:
         """Notify an end that the other side has closed.
 
-        All messages of the other side arrive first.
+        All messages from the other side arrive first.
         """
         if end.is_stalled or end.is_over:
             return
@@ -363,7 +362,7 @@ class Network:
     # --- messages --------------------------------------------------------------------------------
 
     def send(self, end: LinkEnd, frames: list[Frame]) -> bool:
-        """Send a message from this end to the other; return False without a connection."""
+        """Send a message from this end to the other end; return False without a connection."""
         if not end.is_open:
             return False
         here, there = end.client.port, end.far.client.port
@@ -400,7 +399,7 @@ class Network:
         return "control", num_bytes + sum(map(len, frames[1:]))
 
     def _arrive(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
-        """Deliver a message of `end`, after the time that it takes on the receiver's downlink."""
+        """Deliver a message from `end` after its transfer time on the receiver's downlink."""
         far = end.far
         if far.is_stalled or not far.is_open:
             return
@@ -424,9 +423,9 @@ class Network:
     # --- cuts ------------------------------------------------------------------------------------
 
     def cut(self, *groups: str | Collection[str]) -> None:
-        """Cut groups of nodes and regions off from each other.
+        """Cut off groups of nodes and regions from each other.
 
-        If only one group is given, it is cut off from everything else.
+        With a single group, cut off this group from all other nodes.
         """
         self._cuts.append(_named(groups))
         for end in self._standing():
@@ -464,6 +463,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return the index of the group with the port's node or region, or None."""
+    """Return the index of the group that contains the port's node or region, or None."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

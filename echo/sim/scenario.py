@@ -1,4 +1,4 @@
-"""A scenario: the fleet, job, nodes, links and faults that are simulated."""
+"""Defines a scenario: the fleet, job, nodes, links and faults of a simulation."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from echo.sim.lengths import LogNormalLengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The input of a simulation; the same scenario gives the same history."""
+    """The input of a simulation. The same scenario always gives the same history."""
 
     name: str
     fleet: RentedFleet
     job: Job
-    """The job. If `is_auto_period`, the publish period follows measurements during the run."""
+    """The job. If `is_auto_period`, the publish period is chosen from measurements during the run.
+    """
     counts: Sequence[int]
     """Number of nodes of each offer."""
     settings: SimRow = field(default_factory=SimRow)
     is_auto_period: bool = False
     faults: Sequence[FaultRow] = ()
     activation: ActivationSection | None = None
-    """The settings of activation; None if all workers generate, whatever they cost."""
+    """The settings of activation; None if all workers generate, independent of their cost."""
     min_dwell_s: float = 120.0
-    """Activation leaves a worker active for at least this many seconds. Set a lower value for a
-    short run."""
+    """Smallest number of seconds for which activation keeps a worker active. A short run needs a
+    lower value."""
     prices: Sequence[PriceRow] = ()
 
     def group_lengths(self) -> LogNormalLengths:
-        """Return the distribution from which the lengths of groups are drawn."""
+        """Return the distribution of the groups' lengths."""
         job = self.job
         return LogNormalLengths(
             mean=job.completion_tokens,
@@ -52,7 +53,7 @@ class Scenario:
         return offer.price_per_h if newest is None else newest.price_per_h
 
     def nodes(self) -> list[tuple[str, Offer]]:
-        """Return the name and the offer of each worker, in the order of their starts.
+        """Return the name and the offer of each worker, in the order of starting.
 
         The offers alternate, so that workers of all offers start early.
         """

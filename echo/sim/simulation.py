@@ -1,8 +1,8 @@
-"""Simulates a fleet: builds the nodes of a scenario, lets time pass, and records a history.
+"""Simulates a fleet: builds a scenario's nodes, runs them in virtual time, and records a history.
 
-The learner, the relays and the roles of workers run their real code. They run on a loop of virtual
-time (`clock.py`) and a simulated network (`network.py`). Engines, the trainer and the disk are
-replaced by the time that they take (`timing.py`).
+The learner, the relays and the roles of workers run their real code on an event loop with virtual
+time (`clock.py`) and a simulated network (`network.py`). Simulated times replace the engines, the
+trainer and the disk (`timing.py`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
-"""Number of bytes that a child requests ahead at first; large, because simulated chunks are large.
-"""
+"""Number of bytes that a child requests ahead at first. The number is large because simulated
+chunks are large."""
 
 _log = logging.getLogger("echo.sim")
 # Nodes' reports to operators are dropped: the history has their content.
@@ -139,11 +139,11 @@ class Simulation:
             self._fail(error)
 
     def _on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the simulation with an exception that a callback of the loop has raised."""
+        """End the simulation with an exception from a callback of the loop."""
         self._fail(context.get("exception") or RuntimeError(context["message"]))
 
     def _fail(self, error: BaseException) -> None:
-        """End the simulation with an unexpected exception, an error of the program."""
+        """End the simulation with an unexpected exception."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -206,7 +206,7 @@ class Simulation:
         return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
-        """Return the present price of a node; traffic is priced per simulated GB."""
+        """Return the present price of a node, with the traffic price per simulated GB."""
         return Price(
             per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,
@@ -214,7 +214,7 @@ class Simulation:
         )
 
     def start_worker(self, site: SimulatedSite) -> None:
-        """Start a worker's process at a site, and begin to pay for the machine."""
+        """Start a worker's process at a site; begin to pay for the site's machine."""
         scenario, now = self.scenario, self.loop.time()
         job, settings, offer = scenario.job, scenario.settings, site.offer
         has_relay = scenario.fleet.has_relay(offer)
@@ -258,9 +258,9 @@ class Simulation:
     # --- ends and returns ------------------------------------------------------------------------
 
     def _worker_ended(self, worker: SimWorker) -> None:
-        """Note that a worker has ended, and add its sampled tokens to the history.
+        """Record the end of a worker; add its sampled tokens to the history.
 
-        If the worker has given its machine back, its site is not used again.
+        If the worker has given its machine back, the site is not used again.
         """
         self.history.tokens_made += worker.engine.tokens_made
         site = self.by_name[worker.name]
@@ -272,15 +272,15 @@ class Simulation:
             site.is_given_up = True
 
     def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a worker's process; messages that it has not sent are lost.
+        """End a worker's process; its unsent messages are lost.
 
-        If `is_silent`, its machine is lost, too, and no peer is notified.
+        If `is_silent`, the machine is also lost, and peers are not notified.
         """
         worker.stop("killed")
         worker.link.kill(is_silent=is_silent)
 
     def end(self, reason: str) -> None:
-        """End the run; `reason` is empty after the last step."""
+        """End the run because of `reason`, which is empty after the last step."""
         if not self._ended.done():
             self._ended.set_result(reason)
 
@@ -317,7 +317,7 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _give_up_later(self) -> None:
-        """End the run if it has trained nothing for too long, or check again later."""
+        """If the run has not trained for too long, end it. Otherwise check again later."""
         steps, job = self.history.steps, self.scenario.job
         patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)
@@ -329,9 +329,9 @@ class Simulation:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Run the garbage collector less often, within the block.
+    """Within the `with` block, run the garbage collector less often.
 
-    Many objects of a simulation live long, and few are in reference cycles.
+    Most objects of a simulation live long, and few are in reference cycles.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)

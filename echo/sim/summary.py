@@ -1,4 +1,4 @@
-"""The history of a simulated run, and its summary: time, staleness, waste, traffic, cost."""
+"""Records the history of a simulated run; summarises time, staleness, waste, traffic and cost."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from echo.sim.lengths import Groups
 from echo.sim.scenario import Scenario
 
 Traffic = dict[tuple[str, str, str], float]
-"""(from region, to region, "weights", "rollouts" or "control") -> number of bytes."""
+"""Number of bytes by (source region, destination region, kind). The kind is "weights", "rollouts"
+or "control"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step of a simulated run."""
+    """An optimizer step of a simulated run."""
 
     step: int
-    """Number of steps made, including this one."""
+    """Number of completed steps, including this step."""
     time_s: float
     """Time at which the step ended, seconds."""
     waited_s: float
     trained_s: float
     staleness: Mapping[int, float]
-    """Staleness -> number of tokens trained in the step."""
+    """Number of tokens trained in the step, by staleness."""
     publish_period: int
     broadcast_s: float | None
-    """Seconds that the newest complete broadcast took to reach every worker; None if there is none
-    yet."""
+    """Seconds that the newest complete broadcast took to reach every worker; None before the first.
+    """
 
     @property
     def tokens(self) -> float:
@@ -44,7 +45,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BillRecord:
-    """The learner's count of the run's costs at the end of a step."""
+    """The run's costs at the end of a step, as the learner counts them."""
 
     time_s: float
     per_h: float
@@ -73,11 +74,11 @@ class History:
 
     steps: list[StepRecord] = field(default_factory=list)
     broadcasts: list[float] = field(default_factory=list)
-    """Seconds that each broadcast took until it had reached every worker."""
+    """Seconds that each broadcast took to reach every worker."""
     lost_tokens: dict[str, float] = field(default_factory=dict)
-    """Number of tokens of groups that reached the learner and were not trained on, by reason."""
+    """Number of tokens of groups that reached the learner but were not trained on, by reason."""
     num_lost: dict[str, int] = field(default_factory=dict)
-    """Number of groups that reached the learner and were not trained on, by reason."""
+    """Number of groups that reached the learner but were not trained on, by reason."""
     traffic_at_steps: list[Traffic] = field(default_factory=list)
     rentals: list[Rental] = field(default_factory=list)
     bills: list[BillRecord] = field(default_factory=list)
@@ -85,25 +86,24 @@ class History:
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
     """(instant, decision) for each change of the active workers."""
     explained: list[tuple[int, Mapping[str, str]]] = field(default_factory=list)
-    """(step, explanation of a wait or of idle workers), as in the rows of metrics."""
+    """(step, explanation of a wait or of idle workers), as in metrics.jsonl."""
     num_deaths: int = 0
-    """Number of times that a worker died."""
+    """Number of deaths of workers."""
     end: str = ""
-    """Why the run ended before its last step; "" if it made all steps."""
+    """The reason why the run ended before its last step; "" if all steps were made."""
     traffic: Traffic = field(default_factory=dict)
-    """Bytes that the network has carried; the network updates them."""
+    """Number of transported bytes, which the network updates."""
     tokens_made: float = 0.0
-    """Number of tokens that all engines sampled, trained on or not."""
+    """Number of tokens that all engines sampled, including tokens that were not trained on."""
     tokens_in_flight: float = 0.0
-    """Number of tokens that were sampled and could still have been trained on when the run ended.
-    """
+    """Number of sampled tokens that could still have been trained on when the run ended."""
     ended_at: float = 0.0
     num_events: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     """The counters of the learner's role."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Add the record of a step, and note the traffic up to this step."""
+        """Add the record of a step, and store the traffic up to this step."""
         self.steps.append(record)
         self.traffic_at_steps.append(dict(self.traffic))
 
@@ -129,15 +129,15 @@ class History:
                 self.decisions.append((record.at, made))
 
     def lost(self, reason: str, tokens: float) -> None:
-        """Count a group that reached the learner and was not trained on."""
+        """Count a group that reached the learner but was not trained on."""
         self.lost_tokens[reason] = self.lost_tokens.get(reason, 0.0) + tokens
         self.num_lost[reason] = self.num_lost.get(reason, 0) + 1
 
 
 def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
-    """Return the $ paid for a machine until an instant.
+    """Return the rent in $ for a machine until an instant.
 
-    `prices` has the changes of prices.
+    `prices` has the changes of the offers' prices.
     """
     end_s = until_s if rental.until_s is None else min(rental.until_s, until_s)
     price, since_s, total = rental.offer.price_per_h, rental.since_s, 0.0
@@ -154,8 +154,8 @@ def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
 def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
     """Return the $ for all traffic of the learner and of nodes.
 
-    The learner pays for what it sends, nodes for what they send and receive. The traffic of nodes
-    is priced per region, by the mean price of the region's offers.
+    The learner pays for sent bytes, and nodes pay for sent and received bytes. The price of a
+    region's traffic is the mean price of the region's offers.
     """
     fleet, total = scenario.fleet, 0.0
     node_prices: dict[str, float] = {}
@@ -178,8 +178,8 @@ def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
 
 
 RUN_IN = 0.2
-"""Share of the steps that count as the start of a run. Figures of speed and staleness leave them
-out."""
+"""Share of the steps that count as the start of a run. They are left out of figures on speed and
+staleness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,40 +193,40 @@ class Summary:
     """Whether the run made all its optimizer steps."""
     duration_s: float
     step_s: float
-    """Mean seconds between steps after the run-in; 0 if no step was made."""
+    """Mean seconds between steps after the start (see RUN_IN); 0 without a step."""
     idle_share: float
-    """Share of the time after the run-in in which the learner waits, 0..1."""
+    """Share of time after the start (see RUN_IN) in which the learner waits, 0..1."""
     idle_share_in_all: float
     """Share of the whole time in which the learner waits, 0..1."""
     staleness: Mapping[int, float]
-    """Staleness -> share of the tokens trained after the run-in."""
+    """Share of the tokens trained after the start (see RUN_IN), by staleness."""
     tokens_trained: float
     tokens_made: float
     thrown_away: float
-    """Share of the sampled tokens that no step trained on. Tokens of groups without a signal do not
-    count."""
+    """Share of the sampled tokens that were never trained on. Tokens of groups without a signal do
+    not count."""
     discarded: Mapping[str, int]
-    """Number of groups that reached the learner and were not trained on, by reason."""
+    """Number of groups that reached the learner but were not trained on, by reason."""
     broadcast_s: float
-    """Median seconds from a publication until every worker holds the version; 0 if none was
-    measured."""
+    """Median seconds from a publication until every worker holds the version; 0 without a
+    measurement."""
     publish_period: float
     """Mean publish period over the steps, in steps."""
     gigabytes: Mapping[str, float]
-    """10^9 bytes of traffic, by kind and route, such as "weights learner > oregon"."""
+    """Traffic in units of 10^9 bytes, by kind and route, such as "weights learner > oregon"."""
     num_deaths: int
-    """Number of times that a worker died."""
+    """Number of deaths of workers."""
     end: str
-    """Why the run ended before its last step; "" if it made all steps."""
+    """The reason why the run ended before its last step; "" if all steps were made."""
     decisions: Sequence[Mapping[str, object]]
-    """Changes of the active workers: the instant, and text on the decision."""
+    """Changes of the active workers: (instant, text on the decision)."""
     num_standby: int
     """Number of workers on standby at the end."""
     cost_as_counted: float | None
-    """$ spent, as the learner itself counts; the budget limits this number. None without
-    activation."""
+    """$ spent, as counted by the learner. The budget limits this number. None without activation.
+    """
     cost: float
-    """$ spent in all, for learner, relays, nodes and traffic."""
+    """$ spent in total, for learner, relays, workers and traffic."""
     cost_of_learner: float
     cost_of_nodes: float
     """$ spent for workers and relays."""

@@ -1,12 +1,12 @@
-"""Replacements that only take time: the engine, the trainer and the disk of a simulation.
+"""Replaces the engine, the trainer and the disk in a simulation by models of their time.
 
-An engine samples `tokens_per_s` completion tokens per second, shared equally by its groups. A
-sequence that runs alone is at most `alone_speedup` times as fast as in a full engine. So a group
-takes at least the time of its longest completion at that speed. New weights are installed while
-groups run, and sample the later tokens. A paused engine samples nothing until it is resumed.
+An engine samples `tokens_per_s` completion tokens per second, which its groups share equally. A
+single sequence is at most `alone_speedup` times as fast as in a full engine. So a group takes at
+least the time of its longest completion at this speed. New weights are installed while groups run,
+and sample the later tokens. A paused engine samples no tokens.
 
-The learner is the real one (`runtime/learner/node.py`). The steps of its trainer take time and
-train nothing. Its ledger is in memory, and it saves no checkpoints.
+The learner's node is the real node (`runtime/learner/node.py`). Its trainer only takes time, its
+ledger is in memory, and it saves no checkpoints.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from echo.wire.messages import Lease
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A group that an engine samples at present."""
+    """A group in an engine."""
 
     lease: Lease
     length: GroupLength
     least_s: float
-    """Smallest number of seconds that the group can take. It is the time of the group's longest
-    completion if sampled alone in the engine."""
+    """Smallest number of seconds for the group: the time of its longest completion alone in the
+    engine."""
     num_tokens: float = 0.0
     """Number of tokens sampled for the group up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """(version, number of the group's tokens when it began) for each version, oldest first."""
+    """(version, number of the group's tokens when this version was installed), oldest version
+    first."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
-        """Return (version, number of the group's tokens that it sampled) for each version."""
+        """Return (version, number of the group's tokens from this version) for each version."""
         ends = [start for _, start in self.segments[1:]] + [float(self.length.num_tokens)]
         return [
             (version, end - start)
@@ -61,18 +62,18 @@ class Running:
 
 
 class EngineModel:
-    """A worker's engine, reduced to the time that sampling its groups takes."""
+    """A model of a worker's engine: computes the times at which groups are complete."""
 
     def __init__(
         self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
     ) -> None:
-        """Start with no groups and no weights.
+        """Start without groups and weights.
 
         Args:
             tokens_per_s: completion tokens per second of a full engine.
             concurrency: number of rollouts that are sampled at the same time.
             group_size: number of rollouts of a group.
-            alone_speedup: how much faster a sequence is sampled alone than in a full engine.
+            alone_speedup: ratio of a sequence's speed alone to its speed in a full engine.
         """
         self.tokens_per_s = tokens_per_s
         self.groups_per_batch = max(1, concurrency // group_size)
@@ -94,26 +95,26 @@ class EngineModel:
         self.groups.append(running)
 
     def install(self, version: PolicyVersion, *, now: float) -> None:
-        """Sample all further tokens from another version."""
+        """Sample all further tokens with another version."""
         self.advance(now)
         self.version = version
         for group in self.groups:
             group.segments.append((version, group.num_tokens))
 
     def pause(self, is_paused: bool, *, now: float) -> None:
-        """Pause the engine if `is_paused`; otherwise let it sample again."""
+        """Pause the engine if `is_paused`, otherwise resume it."""
         self.advance(now)
         self.is_paused = is_paused
 
     def set_rate(self, tokens_per_s: float, *, now: float) -> None:
-        """Set how many completion tokens per second the engine samples from now on."""
+        """Set the number of completion tokens that the engine samples per second."""
         self.advance(now)
         for group in self.groups:
             group.least_s *= self.tokens_per_s / tokens_per_s
         self.tokens_per_s = tokens_per_s
 
     def advance(self, now: float) -> None:
-        """Add the tokens that the engine has sampled since the last call, up to `now`."""
+        """Add the tokens that the engine has sampled from the last call until `now`."""
         elapsed_s, self._at = now - self._at, now
         if self.is_paused or elapsed_s <= 0:
             return
@@ -123,7 +124,7 @@ class EngineModel:
             self.tokens_made += made
 
     def stop(self, lease: Lease, *, now: float) -> float:
-        """Remove an incomplete group; return its number of sampled tokens."""
+        """Remove an incomplete group; return the number of its sampled tokens."""
         self.advance(now)
         [stopped] = [group for group in self.groups if group.lease is lease]
         self.groups.remove(stopped)
@@ -141,7 +142,7 @@ class EngineModel:
     def next_at(self) -> float:
         """Time at which the next group will be complete if nothing changes.
 
-        It is infinite while the engine is paused or has no groups.
+        The time is infinite while the engine is paused or has no groups.
         """
         if self.is_paused:
             return math.inf
@@ -158,7 +159,7 @@ class EngineModel:
 
 
 class TimedTrainer:
-    """Replaces the trainer: its steps take time and train nothing."""
+    """Replaces the trainer; its steps only take time."""
 
     def __init__(self, scenario: Scenario, groups: Groups) -> None:
         self._scenario = scenario
@@ -177,11 +178,11 @@ class TimedTrainer:
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 
     def refusal(self, group: Group) -> str | None:
-        """Return "zero_variance" for a group without a signal, and None for any other."""
+        """Return "zero_variance" for a group without a signal, otherwise None."""
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Count a step, and note the staleness and the lengths of its groups."""
+        """Count a step; store the staleness and the lengths of its groups."""
         self.staleness = {}
         for group in groups:
             for version, tokens in self._groups.shares(group):
@@ -223,7 +224,7 @@ class TimedProgress(Progress):
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
-        """Return a step's row of metrics, with the mean length that activation reads."""
+        """Return a step's row of metrics, including the mean length, which activation reads."""
         row = super().step_metrics(metrics, staleness, step=step, bytes_sent=bytes_sent, now=now)
         row["completions/mean_length"] = self._trainer.mean_length
         return row
@@ -236,7 +237,7 @@ RUN_DIR = Path("simulation")
 
 
 class MemoryLedger(LedgerQueue):
-    """Replaces the ledger: keeps only the ids of groups that wait to be trained."""
+    """Replaces the ledger; keeps only the ids of groups that wait for training."""
 
     def __init__(self, groups: Groups, history: History) -> None:
         super().__init__(RUN_DIR, spool_bytes=float("inf"))
@@ -250,7 +251,7 @@ class MemoryLedger(LedgerQueue):
         return asyncio.get_running_loop().time()
 
     def records(self) -> Iterator[AnyRecord]:
-        """Yield nothing, since a simulated run is never resumed."""
+        """Yield no records, because a simulated run is never resumed."""
         return iter(())
 
     def _write_queue(self, *, durably: bool) -> None:
@@ -274,20 +275,20 @@ class MemoryLedger(LedgerQueue):
         self._groups.forget(group_id)
 
     def checkpointed(self, *, lineage: int, step: int, oldest_step: int) -> None:
-        """Do nothing, since no records are stored."""
+        """Do nothing, because no records are stored."""
 
     def load(self, group_id: int, place: Place) -> Group:
         """Raise LocalProtocolError, because a simulated run is never resumed."""
         raise LocalProtocolError(f"group {group_id} is not kept")
 
     def hold(self, group_id: int, place: Place, *, step: int) -> None:
-        """Do nothing, since no files are stored."""
+        """Do nothing, because no files are stored."""
 
     def free_unused(self, *, step: int) -> None:
-        """Do nothing, since no files are stored."""
+        """Do nothing, because no files are stored."""
 
     def delete_again(self, paths: Iterable[str]) -> None:
-        """Do nothing, since no files are stored."""
+        """Do nothing, because no files are stored."""
 
     def close(self) -> None:
         self.sync()
@@ -298,7 +299,7 @@ class MemoryLedger(LedgerQueue):
 
 
 class NoCheckpoints(Checkpoints):
-    """Replaces the checkpoints of the learner: none is due and none is written."""
+    """Replaces the learner's checkpoints; no checkpoint is ever due or written."""
 
     def __init__(self, *, now: float) -> None:
         super().__init__(
@@ -329,7 +330,7 @@ SYNC_S = 0.01
 class LearnerThreads(InlineThreads):
     """Replaces the learner's threads: some calls take simulated time.
 
-    These calls make a step, make a version, or sync the ledger. All other calls take no time.
+    Only calls that make a step, make a version or sync the ledger take time.
     """
 
     def __init__(self, scenario: Scenario, trainer: TimedTrainer) -> None:

@@ -1,11 +1,11 @@
-"""The transport contract on a simulated network, for nodes that run in an asyncio loop.
+"""Implements a transport on a simulated network, for nodes in an asyncio loop.
 
 `SimTransport` is a client of `Network` (`echo/sim/network.py`), which computes the times. It passes
-the same tests of the contract as the ZeroMQ transport. It has no task, no timer and no probes. If a
-connection stalls, the network notifies the transport after `dead_after_s`.
+the same contract tests as the ZeroMQ transport (`echo/net/transport.py`). If a connection stalls,
+the network notifies the transport after `dead_after_s`.
 
-`max_unsent_bytes` limits the bytes in memory that a peer has not taken with `receive`. `close` and
-`hang_up` return at once. Messages sent before the call still arrive for `linger_s`.
+`max_unsent_bytes` limits the bytes in memory that a peer has not yet read with `receive`. `close`
+and `hang_up` return at once. Messages that were sent before still arrive for `linger_s`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from echo.sim.network import LinkEnd, Network, Port
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dial:
-    """A dialled peer: its attempt or connection, and the pause before the next attempt."""
+    """A dialled peer: its present attempt or connection, and the pause before the next attempt."""
 
     end: LinkEnd
     pause_s: float
@@ -69,9 +69,9 @@ class SimTransport(Transport):
 
     @property
     def listen_address(self) -> str | None:
-        """The address at which this transport listens; None if it only dials.
+        """The address at which this transport listens; None if the transport only dials.
 
-        If the configured port is 0, the address has the real port after the start.
+        If the configured port is 0, the address contains the real port after the start.
         """
         return self.port.address
 
@@ -79,7 +79,7 @@ class SimTransport(Transport):
         self._network.listen(self)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
-        """Start to connect to `address`, and return the id of the peer.
+        """Start to connect to `address`; return the peer id.
 
         The connection has no encryption, and no bulk connection is opened.
         """
@@ -110,10 +110,9 @@ class SimTransport(Transport):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Send a message to a peer; return False if it cannot be sent.
+        """Send a message to a peer; return False if the message cannot be sent.
 
-        It cannot be sent if the peer is not connected, or has `max_unsent_bytes` that it has not
-        read.
+        A message cannot be sent if the peer is not connected or has `max_unsent_bytes` unread.
         """
         num_bytes = checked_num_bytes(frames, self.options.max_message_bytes)
         charge = num_bytes + MESSAGE_OVERHEAD_BYTES
@@ -131,7 +130,7 @@ class SimTransport(Transport):
         return True
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait until there are events, and return all that have arrived."""
+        """Wait until there are events; return all events."""
         if self._inbox:
             await asyncio.sleep(0)  # a busy transport must not starve other tasks
         while True:
@@ -142,13 +141,13 @@ class SimTransport(Transport):
             await self._waiter
 
     async def close(self) -> None:
-        """Close every connection; messages sent before the call still arrive for `linger_s`."""
+        """Close all connections; messages that were sent before still arrive for `linger_s`."""
         self._end(linger_s=self.options.linger_s)
 
     def kill(self, *, is_silent: bool = False) -> None:
         """End all connections, as if the process had been killed.
 
-        If `is_silent`, the machine is lost, too, and no peer is notified.
+        If `is_silent`, the machine is also lost, and peers are not notified.
         """
         self._end(linger_s=None if is_silent else 0.0)
 
@@ -164,21 +163,21 @@ class SimTransport(Transport):
         self._put(Connected(end.peer, end.address), end)
 
     def on_refused(self, end: LinkEnd, reason: str) -> None:
-        """Report that an attempt to dial has failed, and schedule another attempt."""
+        """Report that an attempt to dial has failed; schedule another attempt."""
         if end.peer in self._dials:
             self._put(DialFailed(end.peer, reason, is_refused=False), end)
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Report that a connection has ended; a dialled one is dialled again later."""
+        """Report that a connection has ended; if this side dialled it, dial again later."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Queue a message that has arrived, for `receive`.
+        """Queue an arrived message for `receive`.
 
-        The first message of an inbound connection makes its peer known.
+        The first message of an inbound connection also reports the peer.
         """
         charge = sum(map(len, frames)) + MESSAGE_OVERHEAD_BYTES
         if not end.peer:

@@ -1,7 +1,7 @@
-"""Simulated versions of the weights: noise of the right size.
+"""Makes simulated versions of the weights: noise of the right size.
 
-One byte of an image stands for `scale` bytes of a version on the wire. A version is always sent as
-one whole image of a given number of chunks. A real run might send a delta instead.
+One byte of an image represents `scale` bytes of a sent version. A version is always sent as one
+whole image with a given number of chunks. A real run might send a delta instead.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from echo.weights.manifest import Manifest, TensorSpec, hash_chunks
 from echo.weights.store.memory import VersionStore
 
 CHUNK_BYTES = 1 << 10
-"""Size of a chunk in bytes: the smallest that a manifest allows."""
+"""Size of a chunk in bytes. This is the smallest size that a manifest allows."""
 
 
 class Versions:
-    """Makes the versions of a simulated run; replaces the learner's publisher."""
+    """Replaces the learner's publisher: makes the versions of a simulated run."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Compute the size of an image, and the scale of its bytes.
+        """Compute the image size and the scale.
 
         Args:
             identity: the learner's identity, which signs versions.
@@ -44,11 +44,11 @@ class Versions:
         return self
 
     def prepare(self) -> bool:
-        """Return True: a simulated version can be made at any time."""
+        """Return True, because a simulated version can be made at any time."""
         return True
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
-        """Return a publication of `version`; its image is always the same noise."""
+        """Return a publication of `version`; the image is noise that depends only on `version`."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         manifest = Manifest(
             run_id=self._identity.run_id,
@@ -67,7 +67,7 @@ class Versions:
         return publication.sealed([hashes], self._identity.key)
 
     def close(self) -> None:
-        """Do nothing, since no file is open."""
+        """Do nothing, because no file is open."""
 
 
 # --- store ----------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class SharedStore(VersionStore):
         return len(self._images)
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        """Return the memory for a version's image; all nodes get the same memory."""
+        """Return the memory for a version's image, which all nodes share."""
         storage = self._images.get(version)
         if storage is None:
             storage = self._images[version] = memoryview(bytearray(num_bytes))

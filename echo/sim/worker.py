@@ -1,4 +1,4 @@
-"""The simulated worker: the real role, with an engine that only takes time."""
+"""Simulates a worker: the real role, with a simulated engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger("echo.sim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """The times of a worker's work, apart from sampling."""
+    """The times of a worker's work, except sampling."""
 
     setup_s: float
     """Seconds until the task and the engine are built."""
@@ -43,7 +43,7 @@ class WorkerTimes:
 
 
 class SimWorker(DialingNode):
-    """A worker's process: a real role whose actions only take simulated time."""
+    """A worker's process: a real role, whose actions only take simulated time."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class SimWorker(DialingNode):
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     def _rewards(self, score: Score) -> list[float]:
-        """Return the rewards of a group, all equal if it has no signal."""
+        """Return the rewards of a group; without a signal all rewards are equal."""
         is_useful = self._groups.length(score.group.lease.group_id).is_useful
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 
     def before_expire(self) -> None:
-        """Update the progress of the running groups, which the next heartbeat reports."""
+        """Update the progress of the running groups for the next heartbeat."""
         self.engine.advance(self.now)
         for running in self.engine.groups:
             for group in self._calls[key_of(running.lease)].groups:
@@ -149,7 +149,7 @@ class SimWorker(DialingNode):
     def tokens_in_flight(self, received: Collection[int]) -> float:
         """Return the number of this worker's tokens that may still be trained on.
 
-        Groups in `received` have reached the learner and are not counted.
+        Groups in `received` are not counted, because they have reached the learner.
         """
         self.engine.advance(self.now)
         running = sum(group.num_tokens for group in self.engine.groups)
@@ -157,7 +157,7 @@ class SimWorker(DialingNode):
         return running + sum(self._groups.waiting(group_id) for group_id in sorted(ids))
 
     def set_rate(self, tokens_per_s: float) -> None:
-        """Set the engine's completion tokens per second; a lower rate makes a straggler."""
+        """Set the engine's completion tokens per second, for example to make a straggler."""
         self.engine.set_rate(tokens_per_s, now=self.now)
         self._await_next()
 
@@ -169,7 +169,7 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _give_back(self, call: EngineCall) -> None:
-        """Stop an engine call and drop the tokens that it has sampled.
+        """Stop an engine call; drop its sampled tokens.
 
         Another worker then samples the call's groups from the start.
         """
@@ -206,7 +206,7 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout with one token in place of all tokens of each version."""
+    """Return a rollout with one token for each version, instead of all the version's tokens."""
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
