@@ -1,8 +1,7 @@
-"""Text and curves of an exact size, in cells of a terminal.
+"""Draws texts and curves of an exact size, in terminal cells.
 
-The functions are pure and turn numbers into rows of rich `Text`. rich cannot draw curves, so they
-are drawn with braille characters. Values that are not finite are left out. So a diverged run can
-still be drawn.
+The functions are pure and convert numbers to rows of rich `Text`. Curves consist of braille
+characters. Values that are not finite are left out, so a diverged run can still be drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _BRAILLE_BASE = 0x2800
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, [row from the top][column]."""
 _LARGEST = 1e100
-"""Largest absolute value drawn, so that sums and differences are finite."""
+"""Largest drawn absolute value. The limit keeps sums and differences finite."""
 _ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
 _ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
 """An ASCII character of the same width for each character that this package and rich's bars use."""
@@ -40,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Points that are drawn over the curves as one character each."""
+    """Points that are drawn over the curves, each as one character."""
 
     points: Sequence[Point]
     style: str
@@ -50,16 +49,16 @@ class Marks:
 def clean(text: str) -> str:
     """Return text on one line, with spaces for unprintable characters.
 
-    Names and notices come from remote nodes, and may contain escape sequences. These must not reach
+    Names and notices come from remote nodes, and may contain escape sequences, which must not reach
     the terminal.
     """
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def to_ascii(text: str) -> str:
-    """Return text in ASCII that takes the same number of cells on a terminal.
+    """Convert text to ASCII text with the same number of terminal cells.
 
-    A character without an ASCII replacement becomes question marks.
+    Question marks replace characters without an ASCII equivalent.
     """
     return re.sub(
         r"[^\x00-\x7f]", lambda match: _ASCII.get(match[0]) or "?" * cell_len(match[0]), text
@@ -68,12 +67,12 @@ def to_ascii(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InAscii:
-    """Shows any renderable on a terminal that can show only ASCII."""
+    """Shows a rich renderable on a terminal that can show only ASCII."""
 
     content: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the content, with ASCII in place of all other characters."""
+        """Render the content as ASCII."""
         for segment in console.render(self.content, options):
             yield segment if segment.control else Segment(to_ascii(segment.text), segment.style)
 
@@ -86,10 +85,10 @@ def fit(text: Text, width: int) -> Text:
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and upper end of the vertical axis for these values.
+    """Return the lower and the upper end of the vertical axis for these values.
 
-    If all values are from 0 to 1, as rates are, the ends are whole tenths. Otherwise there is a
-    margin of 5 %.
+    If all values are between 0 and 1, as for rates, the ends are multiples of 0.1. Otherwise there
+    is a margin of 5 %.
     """
     finite = [v for v in values if abs(v) < _LARGEST]
     if not finite:
@@ -111,12 +110,12 @@ def line_chart(
     x_range: tuple[float, float],
     y_range: tuple[float, float],
 ) -> list[Text]:
-    """Return a chart with axes and labels, of exactly `height` rows of `width` cells.
+    """Return a chart with axes and labels: exactly `height` rows of `width` cells.
 
     Args:
-        curves: the curves, drawn in this order, so that later curves are on top.
+        curves: the curves. Later curves are drawn on top of earlier curves.
         marks: the marks, drawn over the curves.
-        width: number of cells of each row; below 12 the plot has no space, and the rows are blank.
+        width: number of cells per row. Below 12, the rows are blank.
         height: number of rows; the last row is the horizontal axis.
         x_range: values at the left and right edge.
         y_range: values at the bottom and top edge.
@@ -151,7 +150,7 @@ def line_chart(
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
-    """Return a value's position between two bounds, clipped to 0 and 1."""
+    """Return a value's position between two bounds, clipped to the range from 0 to 1."""
     low, high = bounds
     return min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
 
@@ -159,10 +158,10 @@ def _place(value: float, bounds: tuple[float, float]) -> float:
 def _resample(
     points: Sequence[Point], columns: int, left: float, right: float
 ) -> list[float | None]:
-    """Return one value for each column, from the points between `left` and `right`.
+    """Return one value per column, from the points between `left` and `right`.
 
-    If the column has points, the value is their mean. Otherwise it is interpolated from the nearest
-    columns with points. It is None before the first point and after the last point.
+    If a column has points, the value is their mean. Otherwise the value is interpolated from the
+    nearest columns with points. Before the first point and after the last point, the value is None.
     """
     xs = np.array([x for x, _ in points], dtype=np.float64)
     ys = np.array([y for _, y in points], dtype=np.float64)

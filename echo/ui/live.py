@@ -1,9 +1,8 @@
-"""The live view of a run on a terminal, and log lines if there is no terminal.
+"""Shows the live view of a run on a terminal. Without a terminal, writes log lines.
 
-The learner passes snapshots to the view and never waits for the terminal, because another thread
-draws the newest snapshot. So a paused terminal (Ctrl-S) or a slow or lost connection does not delay
-the learner. An error of the output does not reach the learner, either. The view then stops drawing
-and stores the reason.
+The learner passes snapshots to the view, and another thread draws the newest snapshot. So a paused
+terminal (Ctrl-S) or a slow connection does not delay the learner. After an output error, the view
+stops drawing and stores the reason.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _MAX_WAIT_INTERVAL_S = 300.0
 
 
 class PlainLog:
-    """Writes log lines to a console, about notices, steps and waits of the learner."""
+    """Writes log lines on notices, steps and waits of the learner to a console."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Start with nothing written to `console`; `now` returns the time in seconds."""
+        """Write to `console`; `now` returns the time in seconds."""
         self._console = console
         self._now = now
         self._step_shown = -1
@@ -58,13 +57,13 @@ class PlainLog:
         """The status at the begin of the present hour."""
 
     def paint(self, snapshot: RunStatus) -> None:
-        """Write lines on what is new in a snapshot."""
+        """Write lines on the changes in a snapshot."""
         self._write(self.lines_for(snapshot))
 
     def finish(self, snapshot: RunStatus) -> None:
-        """Write lines on what is new in the last snapshot.
+        """Write lines on the changes in the last snapshot.
 
-        The last step gets a line, even if a line was written just before.
+        The last step always gets a line.
         """
         lines = self.lines_for(snapshot)
         if self._is_news(snapshot):
@@ -74,7 +73,7 @@ class PlainLog:
     def lines_for(self, snapshot: RunStatus) -> list[str]:
         """Return the lines to write now.
 
-        They are new notices, and then lines on an hour, a step or a wait.
+        First come new notices, then lines on an hour, a step or a wait.
         """
         now = self._now()
         stamp = f"[{clock(snapshot.elapsed_s)}]"
@@ -146,7 +145,7 @@ class PlainLog:
         return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
-        """Return the newest notices that the last snapshot did not have, at most five."""
+        """Return the notices that the last snapshot did not have, at most the newest five."""
         known, self._notices = list(self._notices), notices
         # The two windows overlap. The known lines are the longest end of the old window that begins
         # the new one.
@@ -162,7 +161,7 @@ class PlainLog:
     def _write(self, lines: Sequence[str]) -> None:
         """Write each line without wrapping it.
 
-        Characters that the console's encoding does not have become question marks.
+        Question marks replace characters that the console's encoding lacks.
         """
         encoding = self._console.encoding
         for line in lines:
@@ -173,7 +172,7 @@ class PlainLog:
 
 
 def describe_progress(before: RunStatus, after: RunStatus) -> str:
-    """Return a line on the time between two statuses: steps, tokens, rewards and cost."""
+    """Return a line on the steps, tokens, rewards and costs between two statuses."""
     num_steps = after.step - before.step
     num_tokens = sum(after.staleness_tokens.values()) - sum(before.staleness_tokens.values())
     parts = [f"{num_steps} steps", f"{short_count(num_tokens)} tokens trained"]
@@ -196,18 +195,17 @@ def describe_progress(before: RunStatus, after: RunStatus) -> str:
 REDRAW_S = 0.25
 """Smallest number of seconds between two drawings of the screen."""
 _CLOSE_TIMEOUT_S = 2.0
-"""Most seconds by which a blocked terminal may delay the run's end."""
+"""Largest number of seconds by which a blocked terminal may delay the run's end."""
 
 OUTPUT_ERRORS = (OSError, ValueError, ConsoleError, LiveError, SystemExit)
-"""Errors that are raised if a terminal is gone (EIO), is not ready, is closed or has another
-encoding.
+"""Exceptions for a terminal that is gone (EIO), not ready, closed or has another encoding.
 
 rich reports a pipe without a reader as SystemExit.
 """
 
 
 class _Frame:
-    """A snapshot that is laid out when it is drawn, for the terminal's size then."""
+    """A snapshot whose layout is computed while drawing, for the terminal's present size."""
 
     def __init__(self, snapshot: RunStatus) -> None:
         self._snapshot = snapshot
@@ -220,7 +218,7 @@ class _Frame:
 
 
 class _ScreenPainter:
-    """Draws snapshots on the alternate screen, where a resize leaves no traces."""
+    """Draws snapshots on the terminal's alternate screen, where a resize leaves no traces."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -248,19 +246,19 @@ class _ScreenPainter:
 
 
 class LiveView:
-    """Shows the newest snapshot on a console, at most once in `REDRAW_S`.
+    """Shows the newest snapshot on a console, at most once per `REDRAW_S`.
 
-    Use it as a context manager or call `close`. No method raises an error if the terminal is
-    resized, paused or gone, or if its encoding lacks block characters.
+    Use the view as a context manager, or call `close`. Its methods raise no errors if the terminal
+    is resized, paused or gone, or if its encoding lacks block characters.
     """
 
     def __init__(self, console: Console, *, mode: Literal["auto", "on", "off"] = "auto") -> None:
-        """Start the drawing thread, which shows nothing before the first `update`.
+        """Start the drawing thread, which waits for the first `update`.
 
         Args:
             console: the console to draw on.
-            mode: "auto" draws on a terminal, and writes lines to any other output; "on" always
-                draws; "off" always writes lines.
+            mode: "auto" draws on a terminal and writes lines to other outputs. "on" always draws,
+                and "off" always writes lines.
         """
         can_draw = console.is_terminal and not console.is_dumb_terminal
         is_drawn = mode == "on" or (mode == "auto" and can_draw)
@@ -274,12 +272,12 @@ class LiveView:
         self._thread.start()
 
     def update(self, snapshot: RunStatus) -> None:
-        """Set the snapshot to draw next, and return at once."""
+        """Set the next snapshot to draw; return at once."""
         self._newest = snapshot
         self._has_news.set()
 
     def close(self) -> None:
-        """Show the last snapshot and restore the terminal, within a limited time.
+        """Show the last snapshot and restore the terminal. This takes a limited time.
 
         Further calls have no effect.
         """
@@ -308,7 +306,7 @@ class LiveView:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Record an error of the output in `failure`, and suppress it."""
+        """Suppress an output error; record the error in `failure`."""
         try:
             yield
         except OUTPUT_ERRORS as error:

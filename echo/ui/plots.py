@@ -1,4 +1,4 @@
-"""Plots of fleet costs and simulated runs, and what all plots share."""
+"""Plots fleet costs and simulated runs, and provides the style of all plots."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: st
 
 
 def tidy(axes: Axes, *, lines: Literal["both", "y"] = "both") -> None:
-    """Remove the top and right edge of the axes, and add a faint grid."""
+    """Remove the top and right edges of the axes; add a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=lines, color=FAINT, alpha=0.4, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
 def save_figure(figure: Figure, out_png: Path) -> Path:
-    """Write a figure as a PNG file, and return the file's path.
+    """Write a figure as a PNG file; return the file's path.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -63,7 +63,7 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
 _SMOOTHED_STEPS = 5
 """Number of steps in the running mean of the reward.
 
-The mean has less than half the noise of one batch.
+The running mean has less than half the noise of one batch.
 """
 
 
@@ -82,10 +82,10 @@ _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
 def cost_plot(
     front: Mapping[str, Forecast], chosen: Forecast, out_png: Path, *, title: str
 ) -> Path:
-    """Plot the cost of fleets against the learner's idle share; return the path.
+    """Plot the cost of fleets against the learner's idle share; return the file's path.
 
-    One panel has the cost per hour, the other the cost per token. Both show the Pareto front
-    `front`, and mark the `chosen` plan.
+    The two panels show the cost per hour and the cost per token. Both panels show the Pareto front
+    `front` and mark the `chosen` plan.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -129,7 +129,7 @@ def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label:
 _BUSY, _IDLE = "#4c72b0", "#dd8452"
 _KINDS = {"weights": "#4c72b0", "rollouts": "#55a868", "control": "#bbbbbb"}
 MAX_LINKS = 12
-"""Largest number of links that are drawn; the links with the most bytes are chosen."""
+"""Largest number of drawn links. Links with more bytes come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def simulation_plot(
     title: str,
     waits: str,
 ) -> Path:
-    """Plot a simulated run to a PNG file, and return its path.
+    """Plot a simulated run to a PNG file; return the file's path.
 
     The panels show costs, the learner's times, staleness and traffic.
 
@@ -242,10 +242,10 @@ def sweep_plot(
     key: str,
     title: str,
 ) -> Path:
-    """Plot the figures of a sweep to a PNG file, and return its path.
+    """Plot the figures of a sweep to a PNG file; return the file's path.
 
-    Each figure of the sweep has a panel. The panel has a point for each value and seed, and the
-    means over the seeds.
+    Each figure of the sweep has a panel with a point for each value and seed, and with the means
+    over the seeds.
 
     Raises:
         ConfigError: if matplotlib is not installed.

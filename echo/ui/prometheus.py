@@ -1,11 +1,11 @@
-"""An endpoint for Prometheus: the newest value of each metric of a run, as gauges.
+"""Serves the newest value of each metric of a run to Prometheus, as gauges.
 
-`reward/mean` becomes `echo_reward_mean`. If the name of a metric contains a task or a reason, this
-part of the name becomes a label. A table such as `workers/reward` becomes one gauge, with a label
-that names the entry. Every gauge has the label `run`.
+The metric `reward/mean` becomes the gauge `echo_reward_mean`. If the name of a metric contains a
+task or a reason, this part of the name becomes a label. A table such as `workers/reward` becomes
+one gauge with a label for the entry. Every gauge has the label `run`.
 
-The library serves scrapes in threads of its own. The learner only replaces values in memory. So
-neither the learner nor a scrape waits for the other.
+The library serves scrapes in its own threads, and the learner only replaces values in memory. So
+the learner and the scrapes never wait for each other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ LABELS = (
 )  # fmt: skip
 """(pattern of a metric's name, prefix of the gauge's name, name of the label)."""
 PARTS = "reward/parts"
-"""The gauge of every `reward/NAME/mean`. It has a name of its own, so that it differs from the
-gauge of `reward/mean`."""
+"""The gauge of every `reward/NAME/mean`. The name must differ from the gauge of `reward/mean`."""
 TABLES = (
     ("workers/", "worker"), ("links/", "link"), ("cost/", "node"), ("staleness/", "staleness"),
 )  # fmt: skip
@@ -46,7 +45,7 @@ def prometheus_client() -> Any:
 
 
 def gauge_of(metric: str) -> tuple[str, dict[str, str]]:
-    """Return the name of a metric's gauge, and the label in the metric's name."""
+    """Return the name of a metric's gauge, and the label from the metric's name."""
     labels: dict[str, str] = {}
     for pattern, prefix, label in LABELS:
         if (match := pattern.fullmatch(metric)) is not None:
@@ -57,7 +56,7 @@ def gauge_of(metric: str) -> tuple[str, dict[str, str]]:
 
 
 def label_of_table(metric: str) -> str:
-    """Return the name of the label that distinguishes the entries of a table."""
+    """Return the name of the label for the entries of a table."""
     return next((label for start, label in TABLES if metric.startswith(start)), "name")
 
 
@@ -65,7 +64,7 @@ class PrometheusEndpoint:
     """Serves the newest value of each metric at /metrics."""
 
     def __init__(self, address: str, *, run_name: str) -> None:
-        """Listen at the address, which is "tcp://host:port".
+        """Listen at an address "tcp://host:port".
 
         Raises:
             ConfigError: if the library is not installed, or the address cannot be used.
@@ -90,11 +89,11 @@ class PrometheusEndpoint:
         self.port: int = self._server.server_port
 
     def write(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
-        """Replace the values of the metrics in a row, and keep all other values."""
+        """Store the values of the metrics in a row; keep all other values."""
         self._values = {**self._values, **metrics, "step": step, "time": at}
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauges; the library calls this at each scrape."""
+        """Yield the gauges. The library calls this method at each scrape."""
         gauges: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
         for metric, value in self._values.items():
             name, labels = gauge_of(metric)

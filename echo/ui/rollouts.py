@@ -1,7 +1,7 @@
-"""Rollouts as text for a terminal.
+"""Renders rollouts as text for a terminal.
 
-A model's text may contain escape sequences. Only printable characters and line breaks are printed
-unchanged. All other characters are printed as Python's escapes.
+A model's text may contain escape sequences. Printable characters and line breaks are printed
+unchanged. Python's escapes replace all other characters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from echo.core.rollout import PolicyVersion
 from echo.core.units import one_line
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
-"""Styles of a completion's parts; each version gets the next style. If there is only one version,
-no style is used."""
+"""Styles of a completion's parts. Each version gets the next style. With a single version, no style
+is used."""
 
 MAX_QUOTED = 40
-"""Where a chain continues an earlier text, this number of characters of that text are quoted."""
+"""Number of quoted characters of the earlier text that a chain continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,15 @@ class Part:
     num_tokens: int
     version: PolicyVersion
     is_sampled: bool
-    """Whether the policy sampled the tokens; others, such as answers of tools, are not trained."""
+    """Whether the policy sampled the tokens. Other tokens, such as answers of tools, are not
+    trained on."""
     follows: str | None = None
-    """If the part begins a branch, the text that precedes the part in its chain; None if the part
-    follows the part before it.
-    """
+    """If the part begins a branch, the text before the part in its chain. Otherwise None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRollout:
-    """A rollout to be shown, with its texts and the ledger's facts about its group."""
+    """A rollout with its texts and the ledger's facts about its group, for display."""
 
     group: int
     attempt: int
@@ -49,31 +48,31 @@ class ShownRollout:
     end: str
     """How the group ended, for example "trained in step 7"."""
     step: int | None
-    """The optimizer step that trained the rollout; None if no step did."""
+    """The optimizer step that trained on the rollout; None without a step."""
     reward: float
     group_mean: float
     """Mean reward of the rollout's group."""
     finish_reason: str
     staleness: tuple[int, int] | None
-    """The least and the greatest staleness of the rollout's trainable tokens, in steps; None if the
-    rollout was not trained."""
+    """The smallest and the largest staleness of the rollout's trainable tokens, in steps. None if
+    the rollout was not trained on."""
     prompt: str
     parts: Sequence[Part]
     """The parts of the completion."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward, by name; empty if it has none."""
+    """The parts of the reward, by name; empty if the reward has no parts."""
     branches: Sequence[Sequence[int]] = ()
-    """Where the chains of an agent's rollout branch off (core/chains.py)."""
+    """The branches between the chains of an agent's rollout (core/chains.py)."""
     num_chains: int = 1
 
     @property
     def completion(self) -> str:
-        """The text of the whole completion, including what the task inserted."""
+        """The text of the whole completion, including text that the task inserted."""
         return "".join(part.text for part in self.parts)
 
 
 def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
-    """Return a rollout as text: a header line, the prompt if `has_prompt`, the completion."""
+    """Return a rollout as text: a header line, the prompt if `has_prompt`, and the completion."""
     text = Text.assemble(
         (f"group {rollout.group}.{rollout.index}", "bold"),
         f"  {rollout.end}  reward ",

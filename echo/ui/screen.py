@@ -1,8 +1,8 @@
-"""The rows that show a snapshot, and how they are laid out on a screen.
+"""Draws a snapshot as rows, and arranges the rows on a screen.
 
-Every function returns rows that rich can draw. No row is wider than the given width. `render_live`
-decides which parts fit into a terminal, and how many rows each part gets. Text from other nodes is
-cleaned before it is shown.
+Every function returns rows that rich can draw. Rows are at most as wide as the given width.
+`render_live` decides which parts fit into a terminal, and how many rows each part gets. Text from
+other nodes is cleaned before display.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from echo.core.units import format_bytes, format_duration
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
 _MIN_SIDE_BY_SIDE = 56
-"""Least width, in cells, for a curve and a histogram side by side."""
+"""Smallest width, in cells, for a curve and a histogram side by side."""
 _MAX_CHART_ROWS = 14
 _LEAST_BAR = 8
-"""Least width of a bar with text, for a version on its way."""
+"""Smallest width, in cells, of the progress bar of a version."""
 _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9
 _WRAPPER = Console(file=io.StringIO())
-"""A console that nothing is printed on; rich needs one to wrap text."""
+"""A console without output. rich needs a console to wrap text."""
 _NO_VERSION = VersionStatus(version="-", done=1.0, num_nodes=0, num_complete=0)
 _ROLE_ORDER = {"learner": 0, "relay": 1, "worker": 2}
 _STATE_STYLES = {"lost": "bold red", "waiting": "yellow", "refused": "bold red"}
@@ -55,15 +55,15 @@ _DISPENSABLE_COLUMNS = (
     "seen", "$/h", "rtt", "parent", "errors", "up/s", "leases", "role", "reward", "down/s",
     "mismatch", "tok/s", "stale",
 )  # fmt: skip
-"""Columns that are left out, in this order, until the other columns fit."""
+"""Columns to leave out, in this order, until the other columns fit."""
 _OPTIONAL_COLUMNS = frozenset({"mismatch", "reward", "rtt", "errors", "$/h"})
-"""Columns that are left out while no node has a value for them."""
+"""Columns to leave out while no node has a value for them."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
-"""Widths to which the cells of these columns are cut; with more space, less is cut."""
+"""Widths to which cells of these columns are cut if the space is too small."""
 
 
 def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
-    """Return two rows: the run's name, step and times, and a bar of the steps made."""
+    """Return two rows: the run's name, step and times, and a progress bar of the steps."""
     name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
     if snapshot.state != "running":
         name.append(f" {snapshot.state}", "bold yellow")
@@ -81,9 +81,9 @@ def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
 
 
 def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
-    """Return `height` rows: the newest rewards, then the curves of rewards by step.
+    """Return `height` rows: the newest rewards, and the curves of rewards by step.
 
-    With fewer than 4 rows there is no space for curves.
+    With fewer than 4 rows, there are no curves.
     """
     rewards = snapshot.reward_history
     sampled_glyph, greedy_glyph = "●", "◆"
@@ -147,8 +147,9 @@ def staleness_bins(
     """Return the number of trained tokens by staleness, in at most `max_bins` bins.
 
     Returns:
-        (label, number of tokens, whether the bin contains the bound S) for each bin, from staleness
-        0 to S. A bin above S is added only if it has tokens, which the learner normally prevents.
+        For each bin from staleness 0 to max_staleness: (label, number of tokens, whether the bin
+        contains the bound). If there are tokens above the bound, which the learner should prevent,
+        one more bin follows.
     """
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
     num_bins = max(max_bins - (beyond > 0), 1)
@@ -164,7 +165,7 @@ def staleness_bins(
 
 
 def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
-    """Return at most `height` rows: the mean staleness of trained tokens, and a histogram."""
+    """Return at most `height` rows: the mean staleness of trained tokens and a histogram."""
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
@@ -194,11 +195,11 @@ def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
 
 
 def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[RenderableType]:
-    """Return rows on groups, on weights and on why the learner waits.
+    """Return rows on groups, on weights and on the learner's wait.
 
-    These are 2 + `num_wait_rows` rows. After the first timed step there is another row, for the
-    learner's speed. If a machine has a price, one or two more rows show the costs and the last
-    change of active workers.
+    There are 2 + `num_wait_rows` rows. After the first timed step, one more row shows the learner's
+    speed. If a machine has a price, one or two more rows show the costs and the last change of
+    active workers.
     """
     flow = [
         f"{snapshot.num_buffered} buffered, {snapshot.groups_per_step} needed",
@@ -228,7 +229,7 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
 
 
 def _slowest(link: LinkStatus | None) -> tuple[str, str]:
-    """Return texts on the slowest link of a version, and on the time left.
+    """Return texts on the slowest link of a version and on the remaining time.
 
     Both texts are empty if no node fetches the version.
     """
@@ -249,7 +250,7 @@ def _cadence(snapshot: RunStatus) -> str:
 
 
 def speed_row(speed: SpeedStatus) -> Text:
-    """Return a row with the learner's speed and the times of a step's parts."""
+    """Return a row with the learner's speed and the times of the step's parts."""
     parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
     if speed.mfu is not None:
         parts.append(f"{speed.mfu:.0%} MFU")
@@ -290,8 +291,8 @@ def cost_rows(cost: CostStatus, width: int) -> list[Text]:
 def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Text]:
     """Return a table with a heading, a row for each node, and a row on hidden nodes.
 
-    The table has at most `height` rows. Columns that do not fit are left out, the least important
-    first. If not all nodes fit, nodes in trouble and nodes that are not workers are shown first.
+    The table has at most `height` rows. If columns do not fit, the least important columns are left
+    out. If nodes do not fit, nodes with problems, learners and relays come first.
     """
     if not nodes or height < min(len(nodes) + 1, 3):
         return []
@@ -312,9 +313,9 @@ def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Tex
 
 
 def node_rows(nodes: Sequence[NodeStatus], width: int, *, selected: str = "") -> list[Text]:
-    """Return a heading and a row for each node, in this order.
+    """Return a heading, and a row for each node in the given order.
 
-    Columns that do not fit are left out, the least important first. The row of the node with the id
+    If columns do not fit, the least important columns are left out. The row of the node with the id
     `selected` is highlighted.
     """
     columns, gap = _fitting_columns(nodes, width)
@@ -331,9 +332,9 @@ def node_rows(nodes: Sequence[NodeStatus], width: int, *, selected: str = "") ->
 
 
 def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
-    """Return a row with the number of refused or dropped groups by reason.
+    """Return a row with the numbers of refused or dropped groups by reason.
 
-    The commonest reason comes first. Without such groups there is no row.
+    The most frequent reason comes first. Without refused or dropped groups, there is no row.
     """
     counts = sorted(((n, reason) for reason, n in refused.items() if n), reverse=True)
     if not counts:
@@ -345,8 +346,7 @@ def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
 def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
     """Return the rows of each notice, the oldest first.
 
-    Notices are never cut, since the reader may copy a command or a path from them. For the same
-    reason the rows after the first are not indented.
+    Notices are neither cut nor indented, because the reader may copy a command or a path from them.
     """
     found = []
     for line in lines:
@@ -357,14 +357,14 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: RunStatus) -> str:
-    """Return text on how much the learner waited, recently and since its start."""
+    """Return text on the share of time that the learner waited, recently and since its start."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 
 def _row(*parts: RenderableType) -> Table:
     """Return a row with all parts side by side, and a line break.
 
-    A bar of rich alone would not end with a line break.
+    A rich bar does not end with a line break.
     """
     row = Table.grid()
     for _ in parts:
@@ -378,7 +378,7 @@ def _progress(done: float, total: float, width: int) -> ProgressBar:
 
 
 def _percent(share: float) -> str:
-    """Return a share as text of five characters, above zero if the share is."""
+    """Return a share as text of five characters. The text of a small share is not zero."""
     if 0 < share < 0.001:
         return "<0.1%"
     return f"{share:5.1%}" if share < 0.9995 else " 100%"
@@ -406,7 +406,7 @@ def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
 
 
 def node_order(node: NodeStatus) -> tuple[int, list[tuple[int, str]]]:
-    """Return a node's sort key: by role, then by name, with numbers as numbers.
+    """Return a node's sort key: the role, then the name, with numbers in numeric order.
 
     So the node w2 is shown before w10.
     """
@@ -502,13 +502,13 @@ def render_live(
     has_chart: bool = True,
     table: Callable[[int, int], list[Text]] | None = None,
 ) -> Group:
-    """Return a snapshot as rows that fill `width`, at most `height` rows.
+    """Return a snapshot as at most `height` rows that fill `width`.
 
     Args:
         snapshot: the status of the run.
         width: number of cells of each row.
-        height: largest number of rows; None for as many as the content has.
-        has_chart: whether the curves are shown.
+        height: largest number of rows; None for no limit.
+        has_chart: whether to show the curves.
         table: function that returns the table of nodes for a width and a height; None to use
             `node_table`.
     """
@@ -540,9 +540,9 @@ def render_live(
 
 
 def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
-    """Return the rows of the newest notices that completely fit into `num_rows`.
+    """Return the rows of the newest notices that fit completely into `num_rows`.
 
-    The newest notice is always included, and is cut if it does not fit.
+    The newest notice is always included. If it does not fit, it is cut.
     """
     rows: list[Text] = []
     for notice in reversed(notices):
@@ -553,13 +553,13 @@ def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
 
 
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
-    """Return how many rows each part of the screen gets.
+    """Return the number of rows of each part of the screen.
 
-    First each part gets its least number of rows, in the order of `wanted`. Then table, notices and
-    chart get the remaining rows, in this order, each up to its largest number.
+    First each part gets its smallest number of rows, in the order of `wanted`. Then table, notices
+    and chart, in this order, get more rows, up to the largest number of each part.
 
     Args:
-        wanted: (least, largest) number of rows of each part, the most important part first.
+        wanted: (smallest, largest) number of rows of each part, most important part first.
         num_rows: number of rows to distribute.
     """
     granted = dict.fromkeys(wanted, 0)
@@ -574,7 +574,7 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
 
 
 def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
-    """Return the reward curve, with the staleness histogram beside it if the width allows."""
+    """Return the reward curve, and if the width allows, the staleness histogram beside it."""
     if width < _MIN_SIDE_BY_SIDE:
         return [*reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
@@ -588,7 +588,7 @@ def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType
 
 
 def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
-    """Return the rows of all blocks, with blank rows after the first `num_gaps` blocks."""
+    """Return the rows of all blocks, with a blank row after each of the first `num_gaps` blocks."""
     rows: list[RenderableType] = []
     for block in blocks:
         if block and rows and num_gaps > 0:

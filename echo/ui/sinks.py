@@ -1,13 +1,12 @@
-"""Sinks for metrics and samples: metrics.jsonl, and TensorBoard, trackio and wandb if configured.
+"""Writes metrics and samples to metrics.jsonl and to TensorBoard, trackio and wandb.
 
-metrics.jsonl has every number, and a run ends if it cannot write this file. The others are
-conveniences, called mirrors below. They also get samples of rollouts as tables. If a configured
-mirror is not installed, the run is refused at the start. A mirror that fails later is dropped with
-a warning. Each mirror has its own thread. So a run starts, trains and ends without waiting for the
-mirror's network.
+metrics.jsonl has all numbers; if a run cannot write this file, the run ends. The other sinks are
+optional and called mirrors below. They also get samples of rollouts as tables. If a configured
+mirror is not installed, the run is refused at the start. If a mirror fails later, it is dropped
+with a warning. Each mirror has its own thread, so a run never waits for a mirror's network.
 
-Rows are only appended to metrics.jsonl. A resumed learner repeats some steps. The new rows follow
-the abandoned rows and have a higher `lineage`, and readers use only the new rows
+Rows are only appended to metrics.jsonl. A resumed learner may repeat steps. Their new rows have a
+higher `lineage` than the abandoned rows, and readers use only the new rows
 (`echo.records.run_files`).
 """
 
@@ -38,17 +37,17 @@ from echo.ui.prometheus import PrometheusEndpoint, prometheus_client
 logger = logging.getLogger(__name__)
 
 Metric = float | Mapping[str, float] | Mapping[str, str]
-"""A number; or numbers by name, as in `staleness/hist`; or texts by name, as in `explain`."""
+"""A number, numbers by name (as in `staleness/hist`) or texts by name (as in `explain`)."""
 
 
 class _Mirror(Protocol):
-    """A sink besides metrics.jsonl, whose library may raise any error."""
+    """A sink besides metrics.jsonl. Its library may raise any error."""
 
     remedy: str
-    """What the user can do if the mirror fails."""
+    """Text that explains what the user can do if the mirror fails."""
 
     def start(self) -> None:
-        """Open the mirror, before the first row."""
+        """Open the mirror. This method is called before the first row."""
 
     def write(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Write one row of metrics, with its step and Unix time."""
@@ -57,19 +56,19 @@ class _Mirror(Protocol):
         """Write rollouts as text, with their step and Unix time."""
 
     def close(self) -> None:
-        """Write rows that are buffered, and close the mirror."""
+        """Write the buffered rows; close the mirror."""
 
 
 MAX_ROWS_BEHIND = 1000
-"""Largest number of rows in a mirror's queue; further rows are left out."""
+"""Largest number of rows in a mirror's queue. Further rows are dropped."""
 CLOSE_S = 15.0
-"""Seconds that a mirror has, at the end of a run, to write its queue."""
+"""Seconds in which a mirror must write its queue at the end of a run."""
 
 
 class _Feed:
-    """Writes rows to a mirror in a thread of its own.
+    """Writes rows to a mirror in a separate thread.
 
-    After a failure it logs one warning and writes no more rows.
+    After a failure, one warning is logged and no more rows are written.
     """
 
     def __init__(self, name: str, mirror: _Mirror, path: Path) -> None:
@@ -83,7 +82,7 @@ class _Feed:
         self._thread.start()
 
     def put(self, step: int, write: Callable[[_Mirror], None]) -> None:
-        """Queue a call that writes to the mirror, and return at once."""
+        """Queue a call that writes to the mirror; return at once."""
         if self._has_failed:
             return
         try:
@@ -94,7 +93,7 @@ class _Feed:
             self._is_behind = True
 
     def close(self) -> None:
-        """Write the queued rows and close the mirror, within CLOSE_S."""
+        """Write the queued rows and close the mirror, in at most CLOSE_S."""
         give_up_at = time.monotonic() + CLOSE_S
         try:
             self._writes.put(None, timeout=CLOSE_S)
@@ -125,7 +124,7 @@ class _Feed:
 
 
 def sinks_missing(sinks: Collection[str], *, has_prometheus: bool = False) -> list[str]:
-    """Return a line with the remedy for each configured sink that is not installed."""
+    """Return one line with the remedy for each configured sink that is not installed."""
     wanted: list[Callable[[], object]] = [partial(_import, name) for name in sinks]
     wanted += [prometheus_client] if has_prometheus else []
     problems = []
@@ -138,7 +137,7 @@ def sinks_missing(sinks: Collection[str], *, has_prometheus: bool = False) -> li
 
 
 class MetricsWriter:
-    """Appends rows to a run's metrics.jsonl, and passes them to the configured mirrors."""
+    """Appends rows to a run's metrics.jsonl; passes the rows to the configured mirrors."""
 
     def __init__(
         self,
@@ -188,11 +187,12 @@ class MetricsWriter:
             feed.start()
 
     def write(self, step: int, metrics: Mapping[str, Metric], *, at: float | None = None) -> None:
-        """Append one row to metrics.jsonl, and pass it to the mirrors.
+        """Append one row to metrics.jsonl; pass the row to the mirrors.
 
         Args:
             step: the optimizer step to which the metrics belong.
-            metrics: numbers and histograms by name; a number that is not finite is written as null.
+            metrics: numbers and histograms by name. Numbers that are not finite are written as
+                null.
             at: Unix time of the row in seconds; None for the present time.
 
         Raises:
@@ -223,7 +223,7 @@ class MetricsWriter:
             feed.put(step, lambda mirror: mirror.write_samples(step, samples, at))
 
     def close(self) -> None:
-        """Close metrics.jsonl and the mirrors, within a limited time."""
+        """Close metrics.jsonl and the mirrors. This takes a limited time."""
         self._file.close()
         if self.endpoint is not None:
             self.endpoint.close()
@@ -238,9 +238,9 @@ class MetricsWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove the last line of a file if a crash has cut it off.
+    """Remove a file's last line if a crash has cut off the line.
 
-    Such a line has no line end.
+    A line without a line end was cut off.
     """
     if not path.exists():
         return
@@ -261,7 +261,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Metric) -> float | dict[str, float | str]:
-    """Return a metric in Python's own types, without numpy's."""
+    """Convert a metric from numpy's types to Python's types."""
     if isinstance(value, Mapping):
         return {
             str(name): each if isinstance(each, str) else _number(each)
@@ -327,7 +327,7 @@ class _TensorBoard:
 
 
 def _markdown(samples: Sequence[TextSample]) -> str:
-    """Return samples as a table in Markdown; texts are formatted as code."""
+    """Return samples as a Markdown table; texts are formatted as code."""
     lines = [" | ".join(COLUMNS), " | ".join(["---"] * len(COLUMNS))]
     for row in table_of(samples):
         cells = (
@@ -341,7 +341,7 @@ def _markdown(samples: Sequence[TextSample]) -> str:
 
 
 class _Wandb:
-    """Writes rows to a wandb run, which a resumed run of Echo continues."""
+    """Writes rows to a wandb run. A resumed run of Echo continues the wandb run."""
 
     remedy = (
         "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
@@ -374,7 +374,7 @@ class _Wandb:
         self._run.log({"step": step, "samples": table})
 
     def close(self) -> None:
-        """Finish the wandb run, and so upload its last rows."""
+        """Finish the wandb run, which uploads its last rows."""
         self._run.finish()
 
 
@@ -386,7 +386,7 @@ def _wandb_id(run_dir: Path) -> str:
 
 
 class _Trackio:
-    """Writes rows to a trackio run, which a resumed run of Echo continues."""
+    """Writes rows to a trackio run. A resumed run of Echo continues the trackio run."""
 
     remedy = (
         "see TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL, and resume the run to have it "

@@ -1,4 +1,4 @@
-"""Stalls of a run, from its metrics: what the learner waited for, how long, and what would help."""
+"""Finds a run's stalls in its metrics: the cause, the duration and the remedy of each."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from echo.core.units import format_duration
 from echo.records.run_files import MetricsHistory, MetricsRow
 
 MAX_GAP_STEPS = 5
-"""Two explanations belong to the same stall only if they are at most this number of steps apart."""
+"""Largest distance, in steps, of two successive explanations in a stall."""
 WAIT = "time/wait/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """A period of steps whose waits have the same cause."""
+    """A period of steps with waits that have the same cause."""
 
     cause: str
     resource: str
     setting: str
-    """The key of the configuration to change; empty if only another machine helps."""
+    """The configuration key to change; empty if only another machine would help."""
     text: str
     """The newest explanation."""
     first_step: int
@@ -28,7 +28,7 @@ class Stall:
     waited_s: float
     """Seconds for which the learner waited in the steps of the stall."""
     is_open: bool
-    """Whether the newest explanation is of a wait that had not ended when its row was written."""
+    """Whether the wait of the newest explanation had not ended when the row was written."""
 
 
 def stalls_of(history: MetricsHistory) -> list[Stall]:
@@ -61,16 +61,17 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
 
 
 def _step_of(row: MetricsRow) -> int:
-    """Return the step whose wait a row explains.
+    """Return the step of the wait that a row explains.
 
-    The row of a step has its reward. The row of a wait that still goes on has the previous step.
+    The row of a completed step has a reward. The row of an ongoing wait has the number of the
+    previous step.
     """
     step: int = row["step"]
     return step if "reward/mean" in row else step + 1
 
 
 def describe_waits(train: Sequence[MetricsRow]) -> str:
-    """Return text on the shares of time in which the learner or workers waited.
+    """Return text on the shares of time in which the learner or the workers waited.
 
     The text is empty without optimizer steps.
     """

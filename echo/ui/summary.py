@@ -1,7 +1,7 @@
-"""The summary of a run, made from the run's files.
+"""Makes the summary of a run from the run's files.
 
-The distribution of staleness is computed from the ledger, because the ledger records which groups
-were actually trained on.
+The distribution of staleness is computed from the ledger, because the ledger records the groups
+that were trained on.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
 
 
 def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
-    """Return (label, text) for each fact about learning that the run has measured.
+    """Return (label, text) for each measured fact about learning.
 
     Args:
         train: rows of metrics of optimizer steps, in order.
-        num_last: how many of the last steps count as "in the end".
+        num_last: number of last steps that count as "in the end".
     """
     last = train[-num_last:]
     facts = [
@@ -84,7 +84,7 @@ def _off_policy(last: Sequence[MetricsRow]) -> str:
 
 
 def _mismatch(train: Sequence[MetricsRow]) -> str:
-    """Return text with the share of the mismatch's variance that each cause explains.
+    """Return text with each cause's share of the mismatch's variance.
 
     The shares are computed over all measurements of the run.
     """
@@ -127,7 +127,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """Return text on the number, age and lost tokens of continued groups."""
+    """Return text on the number, the age and the lost tokens of continued groups."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -156,9 +156,9 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 
 
 _REWARD_STEPS = 5
-"""Number of steps in each mean reward, at the start and at the end; one batch is too noisy."""
+"""Number of steps in the mean reward at the start and at the end. One batch is too noisy."""
 MAX_TOO_OLD = 0.01
-"""If a larger share of the tokens was dropped as too old, the summary highlights the number."""
+"""Largest share of tokens dropped as too old. The summary highlights a larger share."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
@@ -166,7 +166,7 @@ _UNWRAPPED = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The numbers, texts and paths that the summary of a run shows."""
+    """The numbers, texts and paths in the summary of a run."""
 
     run_dir: Path
     num_steps: int
@@ -196,11 +196,11 @@ class RunSummary:
     num_sampled: int
     """Number of tokens that workers have sampled; 0 if they were not counted."""
     num_too_old: int
-    """Number of sampled tokens that were dropped because they were too old."""
+    """Number of sampled tokens that were dropped as too old."""
     broadcast_bytes: float
     """Number of weight bytes that the learner sent."""
     learning: tuple[tuple[str, str], ...]
-    """Facts about learning that the run has measured: label and text."""
+    """Measured facts about learning: (label, text)."""
     paths: dict[str, Path]
     """Paths of the run's files that exist, by label."""
     commands: tuple[str, ...]
@@ -223,12 +223,12 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
 
     Args:
         run_dir: directory of the run.
-        commands: command lines that the user may try next; None for three commands that fit the
+        commands: command lines that the user may try next; None for three commands that suit the
             configuration.
 
     Raises:
-        DataError: if a file is missing, or the run made no step yet.
-        StorageError: if a file is damaged. A last line that a crash has cut off is not damage.
+        DataError: if a file is missing or the run has not made a step yet.
+        StorageError: if a file is damaged. A last line that a crash has cut off is no error.
     """
     config = read_config(run_dir)
     history = read_metrics(run_dir)
@@ -374,7 +374,7 @@ def _tokens(summary: RunSummary) -> Text:
 
 
 def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:
-    """Return the seconds that the learner ran, without the time between crash and resume."""
+    """Return the seconds for which the learner ran, without the times between crash and resume."""
     starts = ledger.lineage_starts or [history.times[0]]
     total = 0.0
     for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
@@ -418,7 +418,7 @@ def _reads_images(model_dir: Path) -> bool:
 
 
 def _waits(history: MetricsHistory) -> list[tuple[str, str]]:
-    """Return (label, text) pairs on what the run waited for and on its longest stall."""
+    """Return (label, text) pairs on the run's waits and its longest stall."""
     waits, stalls = describe_waits(history.train), stalls_of(history)
     facts = [("waits", waits)] if waits else []
     if stalls:

@@ -1,7 +1,8 @@
-"""The screen of `echo-rl top`: the live view with a table of nodes to sort, filter and operate.
+"""Draws the screen of `echo-rl top`: the live view with a table of nodes that keys control.
 
-This module is pure: it takes statuses and pressed keys, and returns rows and operations. Each
-operation is shown with its effect and sent only after "y".
+This module is pure: its inputs are statuses and pressed keys, and its outputs are rows and
+operations. The keys sort, filter and operate nodes. Each operation is shown with its effect and
+sent only after "y".
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ SORTS: Mapping[str, Order] = {
     "$/h": lambda node: -(node.price_per_h or 0.0),
     "seen": lambda node: -node.seen_s,
 }
-"""The orders of the table by name. Columns of numbers are sorted with the largest number first."""
+"""The sort keys of the table, by name. Numbers are sorted in descending order."""
 KEYS = "q quit  s S sort  / filter  g graph  p pause  d drain  b standby  + - bound"
 CHART_ROWS = 30
-"""The graph is shown from the start if the terminal has at least this number of rows."""
+"""Smallest number of terminal rows at which the graph is shown from the start."""
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO[A-Za-z]|.", re.DOTALL)
 _NAMED_KEYS = {
     "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down",
@@ -51,7 +52,7 @@ PAGE = 10
 
 
 def keys_in(text: str) -> Iterator[str]:
-    """Yield the characters of each key in a text that a terminal has sent."""
+    """Yield the characters of each key in a text from a terminal."""
     for match in _KEY.finditer(text):
         yield match[0]
 
@@ -67,7 +68,7 @@ class Confirmation:
 
 
 class TopScreen:
-    """The state of the screen: the newest status, and the choices made by keys."""
+    """The state of the screen: the newest status and the user's choices."""
 
     def __init__(self, *, by: str) -> None:
         """Start without a status; `by` is the operator's name in operations."""
@@ -88,17 +89,17 @@ class TopScreen:
         self._pending: Confirmation | None = None
 
     def show(self, status: RunStatus, *, may_operate: bool) -> None:
-        """Show `status` from now on."""
+        """Set the status to show."""
         self.status, self.may_operate = status, may_operate
 
     def say(self, text: str) -> None:
-        """Show a line about the connection or an operation; "" removes the line."""
+        """Set the line about the connection or an operation; "" removes the line."""
         self._said = text
 
     # --- keys ------------------------------------------------------------------------------------
 
     def press(self, text: str) -> list[Operation]:
-        """Handle pressed keys; return the operations that they have confirmed."""
+        """Handle pressed keys; return the confirmed operations."""
         operations = []
         for key in keys_in(text):
             if self._pending is not None:
@@ -172,7 +173,7 @@ class TopScreen:
         self._selected = names[at]
 
     def _ask(self, key: str) -> None:
-        """Ask the user to confirm a key's operation, or say why it is not possible."""
+        """Ask the user to confirm a key's operation, or show why the operation is not possible."""
         if self.status is None:
             return
         if not self.may_operate:
@@ -211,7 +212,7 @@ class TopScreen:
     # --- drawing ---------------------------------------------------------------------------------
 
     def nodes(self) -> list[NodeStatus]:
-        """Return the nodes that match the filter, in the chosen order."""
+        """Return the nodes that match the filter, in the selected order."""
         nodes = () if self.status is None else self.status.nodes
         wanted = self._filter.lower()
         found = [
@@ -224,7 +225,7 @@ class TopScreen:
         return found
 
     def render(self, width: int, height: int) -> Group:
-        """Return the rows of the screen, for a terminal of this size."""
+        """Return the rows of the screen for a terminal of this size."""
         if self.status is None:
             return Group(fit(Text(self._said or "waiting for the learner ..."), width))
         has_chart = height >= CHART_ROWS if self._has_chart is None else self._has_chart

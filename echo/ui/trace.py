@@ -1,9 +1,9 @@
-"""A trace of a run for Perfetto: what every node did when, as Chrome's JSON trace events.
+"""Makes a trace of all nodes' activities for Perfetto, as Chrome's JSON trace events.
 
-The spans come from the ledger and the metrics. The learner has written both, so all nodes are on
-the learner's clock. A worker's span begins when the learner granted a group. It ends when the
-learner accepted the group, or ended the lease. What happened within the span, such as the computing
-of rewards, is not recorded. If spans of a worker overlap, they are in different rows.
+The spans come from the ledger and the metrics, which the learner writes with its own clock. A
+worker's span begins when the learner grants a group, and ends when the learner accepts the group or
+ends the lease. The events within the span, such as reward calls, are not recorded. If spans of a
+worker overlap, they are in different rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from echo.ui.report.run import ReportedRun, explanation_of
 from echo.wire.messages import LEARNER_ID
 
 MAX_EVENTS = 500_000
-"""Largest number of events in a trace. The file then has about 100 MB, which Perfetto can still
+"""Largest number of events in a trace. Such a trace has about 100 MB, which Perfetto can still
 open."""
 MICROSECONDS = 1e6
 
@@ -48,7 +48,7 @@ _ROWS = ("trains", "waits for groups", "makes versions", "evaluates", "events")
 
 
 def parse_window(text: str) -> Window:
-    """Return the steps of the option `--trace`: "10-20", "10", or "all".
+    """Parse the value of the option `--trace`: "10-20", "10" or "all".
 
     Raises:
         ConfigError: if the text has another form.
@@ -68,7 +68,7 @@ def render_trace(run: ReportedRun, window: Window) -> bytes:
     """Return the trace of some steps of a run as JSON.
 
     Raises:
-        DataError: if the run did not make these steps, or the trace would be too large.
+        DataError: if the run did not make these steps, or if the trace would be too large.
     """
     begin, end = _times(run, window)
     nodes: dict[str, int] = {LEARNER_ID: 0}
@@ -90,7 +90,7 @@ def render_trace(run: ReportedRun, window: Window) -> bytes:
 
 
 def _times(run: ReportedRun, window: Window) -> tuple[float, float]:
-    """Return the Unix times at which the steps of the window begin and end.
+    """Return the Unix times of the begin and the end of the window's steps.
 
     Raises:
         DataError: if the run did not make any of these steps.
@@ -128,7 +128,7 @@ def _mark(name: str, at: float, **facts: Any) -> Event:
 
 
 def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Iterator[Event]:
-    """Yield the events of the learner's activities between two times, from rows of metrics."""
+    """Yield the learner's activities between two times, from rows of metrics."""
     for row in rows:
         at = row["time"]
         if not begin < at <= end:
@@ -156,7 +156,7 @@ class _Leases:
         self._held: dict[int, dict[int, Granted]] = {}
 
     def end_by(self, record: AnyRecord) -> list[tuple[Granted, str]]:
-        """Return the leases that a record ends, each with the way in which it ended."""
+        """Return the leases that a record ends, each with the outcome."""
         match record:
             case Granted():
                 # The record of a lease that has expired is the grant of its group to another.
@@ -192,7 +192,7 @@ def _lease_events(
 ) -> Iterator[Event]:
     """Yield the leases of workers and the learner's decisions between two times.
 
-    Workers are added to `nodes`, each with the number of its process in the trace.
+    Workers are added to `nodes` with their process numbers in the trace.
     """
     leases = _Leases()
     rows: dict[str, _Rows] = {}
@@ -233,17 +233,17 @@ def _marks(record: AnyRecord) -> Iterator[Event]:
 
 
 class _Rows:
-    """Divides a worker's spans into rows in which no two spans overlap.
+    """Distributes a worker's spans over rows, so that the spans of a row do not overlap.
 
-    Spans come in the order of their ends. So a row is free if its last span ended before the new
-    one begins.
+    Spans are added in the order of their ends. So a row is free if its last span ended before the
+    new span begins.
     """
 
     def __init__(self) -> None:
         self._ends: list[float] = []
 
     def take(self, start: float, end: float) -> int:
-        """Return the first row that is free at `start`, and use it until `end`."""
+        """Return the first row that is free at `start`; occupy the row until `end`."""
         for row, free_from in enumerate(self._ends):
             if free_from <= start:
                 self._ends[row] = end

@@ -1,4 +1,4 @@
-"""The status of a worker: a line below its log, or a line in its log every minute."""
+"""Shows the status of a worker: as a line below its log, or every minute as a line in its log."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class StatusLine(logging.StreamHandler[TextIO]):
     """A log handler that keeps a status line below the log on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Start with an empty status; log lines and the status are written to `stream`."""
+        """Start with an empty status; write log lines and the status to `stream`."""
         super().__init__(stream)
         self.is_live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         """Whether the stream is a terminal that can show a status line."""
         self._status = ""
 
     def show(self, status: str) -> None:
-        """Show `status` in place of the present status; an empty status erases the line."""
+        """Replace the present status by `status`; an empty status erases the line."""
         if not self.is_live:
             return
         self.acquire()
@@ -45,7 +45,7 @@ class StatusLine(logging.StreamHandler[TextIO]):
             self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log line above the status line; the caller holds the handler's lock."""
+        """Write a log line above the status line. The caller holds the handler's lock."""
         status = self._status
         if status:
             self.show("")
@@ -54,7 +54,7 @@ class StatusLine(logging.StreamHandler[TextIO]):
             self.show(status)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- logging's name
-        """Ignore an error of writing, because a closed terminal cannot show it."""
+        """Ignore a write error, because a closed terminal cannot show it."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -63,7 +63,7 @@ class WorkerStatus:
     """Reports a worker's speed, groups and version on its terminal or in its log."""
 
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
-        """Start with no measurement of the speed."""
+        """Start without a measurement of the speed."""
         self._line, self._log = line, log
         self._reported_at: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()
@@ -71,7 +71,7 @@ class WorkerStatus:
     def report(self, view: WorkerView, *, now: float) -> None:
         """Show the worker's state on the status line, or log it every LOG_S seconds.
 
-        The state is logged if there is no terminal. `now` is the time in seconds.
+        Without a terminal, the state is logged. `now` is the time in seconds.
         """
         text = self.text(view, now=now)
         if self._line.is_live:

@@ -1,7 +1,7 @@
 """The figures of a report, each with one idea, as PNG images; the learning curve is two of them.
 
-A figure of one run shows what belongs to the curve: its spread, its parts, its bound. A figure of
-several runs has one line for each run. A figure without data is left out.
+A figure of one run also shows details such as a curve's spread, parts or bound. A figure of several
+runs has one line per run. Figures without data are left out.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#4c72b0", "#dd8452", "#2a9d5c", "#b5479b", "#8172b3", "#937860", "#c44e52", "#64b5cd")
-"""Colours of lines, in the order in which they are used."""
+"""Colours of lines, in order of use."""
 WIDTH, HEIGHT = 6.6, 3.1
 """Size of a figure, inches."""
 DPI = 130
 MAX_BARS = 20
 """Largest number of bars in a figure; only the longest bars are drawn."""
 MAX_STALENESS_SHOWN = 8
-"""Tokens of this staleness or more are drawn as one part."""
+"""Tokens with this staleness or more are drawn as one part."""
 MAX_COLUMNS = 200
-"""Largest number of columns in a figure by step. If there are more steps, several steps share a
-column."""
+"""Largest number of columns in a figure by step. With more steps, several steps share a column."""
 RESUMED = ":"
 """Style of the vertical line that marks a resume of the run."""
 LEGEND_CHARACTERS = 84
@@ -50,10 +49,10 @@ class Plot:
     name: str
     """Name of the PNG file, without its suffix."""
     section: str
-    """Heading of the part of the report to which the figure belongs."""
+    """Heading of the figure's part of the report."""
     title: str
     note: str
-    """A sentence on how to read the figure; may be empty."""
+    """A sentence that explains how to read the figure; may be empty."""
     png: bytes
 
 
@@ -66,7 +65,7 @@ class StepCurve:
     title: str
     unit: str
     metrics: Mapping[str, str]
-    """Name of a metric -> its label. A comparison of runs draws the first metric alone."""
+    """Labels of the metrics, by name. A comparison of runs draws only the first metric."""
     note: str = ""
     is_log: bool = False
     is_share: bool = False
@@ -177,12 +176,12 @@ CURVES = (
 
 SECTIONS = (LEARNING, OFF_POLICY, TIME, NETWORK, COST)
 Draw = Callable[["Axes", Sequence[ReportedRun]], bool]
-"""The type of a function that draws runs, and returns whether it has drawn anything."""
+"""The type of a function that draws runs, and returns whether there was data to draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A figure that has its own function to draw it."""
+    """A figure that a function of its own draws."""
 
     name: str
     section: str
@@ -194,7 +193,7 @@ class Drawing:
 
 
 def draw_all(runs: Sequence[ReportedRun]) -> list[Plot]:
-    """Return the figures of one run, or of several in comparison, in report order.
+    """Return the figures of one run or of a comparison of runs, in report order.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -284,8 +283,8 @@ def _lines(
 ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
     """Yield the label and the points of each line.
 
-    A single run has a line for each metric. If there are several runs, each has one line. A line
-    without points is left out.
+    For a single run, each metric has a line. For several runs, each run has a line. Lines without
+    points are left out.
     """
     for run in runs:
         for metric, label in list(curve.metrics.items())[: 1 if len(runs) > 1 else None]:
@@ -313,7 +312,7 @@ def _line_of_each(
     runs: Sequence[ReportedRun],
     points_of: Callable[[ReportedRun], Sequence[tuple[float, float]]],
 ) -> bool:
-    """Draw a line for each run that has points; return whether there is any."""
+    """Draw a line for each run with points; return whether any line was drawn."""
     lines = [(run.name, points_of(run)) for run in runs]
     for color, (name, points) in zip(_colors(len(lines)), lines, strict=True):
         if points:
@@ -407,7 +406,7 @@ def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 PART = re.compile(r"reward/(.+)/mean")
-"""Matches the name of a metric that holds the mean of one part of the reward."""
+"""Matches the name of a metric with the mean of one part of the reward."""
 
 
 def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
@@ -429,7 +428,7 @@ def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[float]) -> bool:
     """Draw the held-out scores of a run, and add them to `values`.
 
-    In a comparison of runs, `color` is the run's colour, and greedy scores are left out.
+    In a comparison of runs, `color` is the colour of the run, and greedy scores are left out.
     """
     evaluations = run.history.evaluations
     name = held_out(run.history.evals_are_rates)
@@ -449,7 +448,7 @@ def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[f
 
 
 def _staleness(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the trained tokens' shares by staleness; for several runs, the mean staleness."""
+    """Draw the trained tokens' shares by staleness. For several runs, draw the mean staleness."""
     if len(runs) > 1:
         if not _line_of_each(axes, runs, lambda r: _points(r.history.train, "staleness/mean")):
             return False
@@ -502,7 +501,7 @@ def _stack(
 ) -> None:
     """Draw a stack of bars for each step.
 
-    If there are many steps, several steps share a stack with their means.
+    If there are many steps, several steps share a stack, which shows their means.
     """
     size = -(-len(steps) // MAX_COLUMNS)
     starts = range(0, len(steps), size)
@@ -559,7 +558,7 @@ def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _wait_span(row: MetricsRow) -> tuple[float, float]:
-    """Return start and length of a step's wait, which ends when training begins."""
+    """Return the start and the length of a step's wait. The wait ends when training begins."""
     waited_s = min(row.get("time/wait_for_batch") or 0.0, row["time/step"])
     return row["time"] - (row.get("time/train") or 0.0) - waited_s, waited_s
 
@@ -601,7 +600,7 @@ def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
-    """Cut off the tops of a few bars that would make the others too small."""
+    """Cut off the tops of a few bars that would make the other bars too small."""
     usual, highest = median(heights), max(heights)
     if highest <= 6 * usual:
         axes.set_ylim(0, 1.05 * highest)
@@ -693,7 +692,8 @@ def _bars(
 ) -> None:
     """Draw a bar for each of the largest values, the largest on top.
 
-    Each value is written to the right of its bar, or of its place in `ends`.
+    Each value is written to the right of the bar, or to the right of the value's position in
+    `ends`.
     """
     names = sorted(values, key=lambda name: values[name])[-MAX_BARS:]
     places = range(len(names))
@@ -710,9 +710,9 @@ def _bars(
 
 
 def short(name: str) -> str:
-    """Return a name that matplotlib draws as short, plain, printable text.
+    """Return a name as short, printable text that matplotlib draws unchanged.
 
-    A first underscore is removed, because a legend leaves out labels that begin with one.
+    A leading underscore is removed, because a legend leaves out labels with a leading underscore.
     """
     text = clean(name).replace("$", r"\$").removeprefix("_")
     return text if len(text) <= 40 else f"{text[:38]}..."

@@ -1,8 +1,8 @@
-"""The page of a report: one HTML file with tables, figures and samples.
+"""Makes the page of a report: one HTML file with tables, figures and samples.
 
-The page loads nothing from elsewhere. Its content security policy forbids scripts and requests. The
-template escapes all text. So a model's text, a node's name or a line of a log cannot add markup.
-Unprintable characters could reorder the text on the screen, so they become Python's escapes.
+The page loads no other files. Its content security policy forbids scripts and requests. The
+template escapes all text, so a model's text, a node's name or a log line cannot add markup.
+Python's escapes replace unprintable characters, which could reorder the text on the screen.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from echo.ui.rollouts import VERSION_STYLES, ShownRollout
 
 TEMPLATE = Path(__file__).with_name("page.html")
 NUM_LAST = 10
-"""Some key figures are means over this number of last steps."""
+"""Number of last steps over which some key figures are averaged."""
 MAX_STALLS = 20
-"""Largest number of stalls that the page lists; only the newest are listed."""
+"""Largest number of stalls on the page. The newest stalls are listed."""
 NO_VALUE = "-"
 
 
@@ -38,7 +38,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     has_numbers: bool = False
-    """Whether all columns but the first have numbers, which are aligned to the right."""
+    """Whether all columns after the first have numbers, which are aligned to the right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ColouredText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBox:
-    """A rollout as the page shows it."""
+    """The texts and facts that the page shows of a rollout."""
 
     rollout: ShownRollout
     facts: str
@@ -63,25 +63,25 @@ class RolloutBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePart:
-    """A part of the page below one heading."""
+    """A part of the page, with a heading."""
 
     heading: str
     tables: Sequence[Table] = ()
     plots: Sequence[Plot] = ()
     samples: Sequence[RolloutBox] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Long texts by name. The page shows the name, and the reader may unfold the text."""
+    """Long texts by name. The page shows the name; the reader can unfold the text."""
     is_open: bool = False
     note: str = ""
 
     @property
     def link(self) -> str:
-        """The name by which links in the page refer to the part."""
+        """The part's name in links within the page."""
         return "".join(char if char.isalnum() else "-" for char in self.heading.lower())
 
     @property
     def is_empty(self) -> bool:
-        """Whether the part has nothing but its heading."""
+        """Whether the part has only a heading."""
         return not (self.tables or self.plots or self.samples or self.texts or self.note)
 
 
@@ -96,10 +96,10 @@ def render_page(
     """Return the page as HTML.
 
     Args:
-        runs: the run of the report, followed by the runs with which it is compared.
+        runs: the run of the report, followed by the runs for comparison.
         plots: the figures, in order.
         rollouts: rollouts of the first run.
-        without_rollouts: why there are no rollouts; empty if there are some.
+        without_rollouts: the reason why there are no rollouts; empty if there are rollouts.
         made_at: Unix time, seconds.
 
     Raises:

@@ -1,8 +1,8 @@
-"""A run as its report shows it, read from the run's files.
+"""Reads the content of a report from a run's files.
 
-A run may be finished, under way or crashed, even before its first step. The report leaves out what
-its files lack. Curves have the steps of the surviving history alone. Times, bytes and costs count
-abandoned steps too, since they were paid for.
+The run may be finished, under way or crashed, even before its first step. If a file lacks data, the
+report leaves out this part. Curves show only the steps of the surviving history. Times, bytes and
+costs include abandoned steps, because they were paid for.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ from echo.ui.stalls import WAIT, Stall, stalls_of
 from echo.ui.summary import RunSummary, summarise_run
 
 SAMPLE = " sample of step "
-"""A line of the learner's log is a sample of a rollout if it contains this text."""
+"""Text that identifies a line of the learner's log as a sample of a rollout."""
 WARNING = re.compile(
     r"[0-9:]+ (WARNING|ERROR|CRITICAL) "
     r'|\{"time": "[^"]+", "level": "(warning|error|critical)"'  # ui.log_format = "json"
 )
-"""Matches the beginning of a log line that is a warning or an error."""
+"""Matches the beginning of a warning or an error in a log."""
 MAX_DECISIONS = 100
-"""Largest number of decisions in a report; only the newest are shown."""
+"""Largest number of decisions in a report. The newest decisions are shown."""
 MAX_LONG_WAITS = 10
-"""Largest number of waits in a report; only the longest are shown."""
+"""Largest number of waits in a report. The longest waits are shown."""
 LONG_WAIT_FACTOR = 2.0
-"""A wait is listed only if it is longer than this factor times the median wait of all steps."""
+"""Smallest ratio of a listed wait to the median wait of all steps."""
 MIN_WAIT_S = 1.0
-"""Waits of fewer seconds are not listed."""
+"""Smallest number of seconds of a listed wait."""
 MAX_LOG_LINES = 40
-"""Largest number of lines of the learner's log in a report; only the newest are shown."""
+"""Largest number of lines of the learner's log in a report. The newest lines are shown."""
 MAX_SAMPLE_LINES = 40
-"""Largest number of logged samples of rollouts in a report; only the newest are shown."""
+"""Largest number of logged rollout samples in a report. The newest samples are shown."""
 LOG_BYTES = 4 << 20
-"""Only this number of bytes at the end of the learner's log is read."""
+"""Number of bytes that are read at the end of the learner's log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A change that the learner or an operator has made to the run."""
+    """A change of the run by the learner or an operator."""
 
     at: float
     """Unix time, seconds."""
@@ -82,22 +82,22 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongWait:
-    """A step for which the learner waited longer than usual."""
+    """A step with an unusually long wait of the learner."""
 
     at: float
     """Unix time at which the step ended, seconds."""
     step: int
     waited_s: float
     share: float
-    """Share of the step's time that was spent waiting."""
+    """Share of the step's time in which the learner waited."""
     cause: str
-    """The explanation that the run has recorded; without one, what the learner waited for. It may
-    be empty."""
+    """The recorded explanation of the wait. Without an explanation, the reason for the wait; may be
+    empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedNode:
-    """The facts about a node in a run's files; None for a missing fact."""
+    """The facts about a node in a run's files. Missing facts are None."""
 
     node_id: str
     rate: WorkerRate | None
@@ -121,7 +121,7 @@ class ReportedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedRun:
-    """A run as a report shows it."""
+    """The content of a report about a run."""
 
     run_dir: Path
     name: str
@@ -144,9 +144,9 @@ class ReportedRun:
     num_decisions: int
     """Number of all decisions, including decisions that the report leaves out."""
     stalls: Sequence[Stall]
-    """The stalls that the run has recorded an explanation for, oldest first."""
+    """The stalls with a recorded explanation, oldest first."""
     long_waits: Sequence[LongWait]
-    """The longest waits, the longest first."""
+    """The longest waits, longest first."""
     nodes: Sequence[ReportedNode]
     log: Sequence[str]
     """The last lines of the learner's log."""
@@ -168,7 +168,7 @@ class ReportedRun:
 
     @property
     def steps(self) -> list[MetricsRow]:
-        """The rows of all optimizer steps, including abandoned ones."""
+        """The rows of all optimizer steps, including abandoned steps."""
         return [row for row in self.rows if "reward/mean" in row]
 
     def section(self, name: str) -> MetricsRow:
@@ -185,11 +185,11 @@ class ReportedRun:
 
 
 def read_run(run_dir: Path) -> ReportedRun:
-    """Return a run as a report shows it.
+    """Return the content of a report about a run.
 
     Raises:
         DataError: if the directory has no run.
-        StorageError: if a file is damaged. A last line that a crash has cut off is not damage.
+        StorageError: if a file is damaged. A last line that a crash has cut off is no error.
     """
     config = read_config(run_dir)
     facts = _Facts()
@@ -259,7 +259,7 @@ class _Facts:
             self.decisions.append(decision)
 
     def _add_removed(self, record: Removed) -> None:
-        """Add the removal of files to earlier ones of the same cause: there is one row of each."""
+        """Add a removal of files to the earlier removals with the same cause."""
         earlier = self._removed.get(record.cause)
         if earlier is not None:
             record = msgspec.structs.replace(
@@ -270,7 +270,7 @@ class _Facts:
         self._removed[record.cause] = record
 
     def removals(self) -> list[Decision]:
-        """Return one decision for each cause of removals, at the time of the last removal."""
+        """Return one decision for each cause of removals, with the time of the last removal."""
         return [
             Decision(
                 at=each.at,
@@ -335,7 +335,7 @@ def utc(at: float) -> str:
 
 
 def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
-    """Return the longest of the unusually long waits, the longest first."""
+    """Return the longest of the unusually long waits, longest first."""
     steps = [row for row in rows if row.get("time/wait_for_batch") is not None]
     if not steps:
         return []
@@ -436,7 +436,7 @@ def _log_lines(run_dir: Path) -> list[str]:
 
 
 def differing_settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Return key -> values in the runs, for settings in which they differ."""
+    """Return the settings that differ between the runs: the values in all runs, by key."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted({key for settings in flat for key in settings})
     found = {key: [settings.get(key, "-") for settings in flat] for key in keys}
@@ -452,10 +452,10 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[ReportedRun]:
-    """Return the runs of a comparison, each with a name of its own.
+    """Return the runs of a comparison, with distinct names.
 
     Raises:
-        DataError: if a run is named twice.
+        DataError: if a run occurs twice.
         DataError, StorageError: for the same reasons as `read_run`.
     """
     seen: set[Path] = set()
