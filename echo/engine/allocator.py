@@ -1,12 +1,12 @@
 """Settings of glibc's allocator and of oneDNN, and the return of freed memory.
 
-The process allocates and frees chunks of weights and activations all the time. By default glibc
-maps each large block and unmaps it when it is freed. The resulting page faults take more time than
-the work on the block. So `tune` makes glibc keep freed blocks. Freed blocks of varying sizes can
-fragment the heap by gigabytes. So `give_back` returns free memory to the system after an
-evaluation. During and after a step, a `Trimmer` returns free memory if the process has grown. With
-a small model the process does not grow, and the `Trimmer` returns nothing. If it returned memory
-anyway, page faults would take a third of each step.
+The process allocates and frees chunks of weights and activations all the time. By default, glibc
+maps each large block at its allocation, and unmaps the block when it is freed. The resulting page
+faults take more time than the work on the block. So `tune` makes glibc keep freed blocks. Freed
+blocks of varying sizes can fragment the heap by gigabytes. So `give_back` returns free memory to
+the system after an evaluation. During and after a step, a `Trimmer` returns free memory if the
+process has grown. With a small model the process does not grow, and the `Trimmer` returns nothing.
+If the `Trimmer` returned memory anyway, page faults would take a third of each step.
 
 With other C libraries these functions do nothing.
 
@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, tuple[int, int]] = {
 
 
 def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Make glibc keep freed blocks, about 64 MiB per busy thread.
+    """Make glibc keep freed blocks: about 64 MiB for each busy thread.
 
     Args:
         environment: environment variables of the process. Options that MALLOC_* or GLIBC_TUNABLES

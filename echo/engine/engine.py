@@ -1,19 +1,19 @@
 """Contract of a rollout engine: weights in, versioned tokens out.
 
-An engine has no network and computes no rewards. Several threads may call its methods at once. If
-one thread calls `load` while `generate` runs in another, the weights are swapped in flight, between
+An engine has no network and computes no rewards. Several threads may call its methods at once. If a
+thread calls `load` while another thread runs `generate`, the weights are swapped in flight, between
 two tokens. A completion records the version that sampled each of its tokens.
 
 An engine that holds several versions side by side (`num_versions`) does not swap weights in flight.
 A call of `generate` samples from one version until it ends. `load` adds a version, and the calls
 that begin later sample from the added version. `generate` never waits for `load`. `load` waits for
-running calls only if they use every version that `load` could unload.
+running calls only if these calls use every version that `load` could unload.
 
 After a swap, the engine's `kv_cache` setting decides what happens to the keys and values that the
 old weights computed. "recompute" runs the unfinished sequences through the new weights, so the next
 tokens have exactly the new version's distribution. The cost is one prefill of all unfinished
 sequences. "keep" continues at once with the old keys and values, so the next tokens come from a
-mixture of both versions. The log-probabilities of these tokens are still those of the distribution
+mixture of both versions. The log-probabilities of these tokens still belong to the distribution
 that the tokens were sampled from. But no single version reproduces these log-probabilities. So the
 learner computes a nonzero log-ratio even with unchanged weights.
 """
@@ -78,14 +78,14 @@ class Sampling:
     greedy: bool = False
     """Whether to take the most likely token, and ignore temperature, min_p, top_k and top_p."""
     min_p: float = 0.0
-    """Keep the tokens whose probability is at least this share of the most likely token's. min_p is
+    """Keep the tokens with at least this share of the most likely token's probability. min_p is
     applied before top_k; 0 keeps all tokens.
     """
     likely_ids: int = 0
     """Number of most likely ids of each token to record, with log-probabilities; 0 records no ids.
     """
     min_tokens: int = 0
-    """Number of tokens that a completion must have before it can end. Until then no stop id can be
+    """Least number of tokens of a completion. Before this number is reached, no stop id can be
     drawn, and stop strings are ignored.
     """
     stop: StopStrings | None = None
@@ -118,7 +118,7 @@ class Sampling:
         return self.truncates or (not self.greedy and self.min_tokens > 0)
 
     def num_barred(self, num_tokens: int) -> int:
-        """Return how many of the next tokens cannot be a stop id.
+        """Return how many of the next tokens cannot be stop ids.
 
         `num_tokens` tokens were sampled before.
         """
@@ -183,7 +183,7 @@ class Request:
         """Raise if no engine can sample this request.
 
         Args:
-            window: longest sequence of the model in tokens; None if it has no limit.
+            window: longest sequence of the model in tokens; None if the model has no limit.
             vocab_size: number of token ids of the model; every id must be below it.
             max_completion_tokens: the limit of the sampling settings; the prefix counts towards it.
 
@@ -237,7 +237,7 @@ class Completion:
     policy_versions: npt.NDArray[np.int32]
     """[T, 2] (lineage, step) of the weights that sampled each token."""
     support: TokenSets | None = None
-    """The ids that each token could have been drawn from; None if `Sampling.has_support` is false.
+    """For each token, the ids that could have been drawn; None if `Sampling.has_support` is false.
     """
     likely: TokenSets | None = None
     """The most likely ids of each token, with log-probabilities; None if `Sampling.likely_ids` is
@@ -277,7 +277,7 @@ class Watcher:
         """
 
     def on_progress(self, number: int) -> None:
-        """Receive the number of work steps without tokens, as in a long prefill."""
+        """Receive the number of work steps that sampled no token, as in a long prefill."""
 
     def on_completion(self, completion: Completion) -> None:
         """Receive a completion that was not aborted.
@@ -337,7 +337,7 @@ class Engine(abc.ABC):
         written.
 
         Args:
-            patch: the changes from the installed version to the new one.
+            patch: the changes from the installed version to the new version.
             image: the writable memory of the tensors of the last `load`, to which the patch is
                 written.
             specs: the place of each tensor in the image.
@@ -386,10 +386,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size fit into memory at once, at least 1.
+        """Return how many rollouts of this size fit into memory at once; at least 1.
 
         Raises:
-            EngineError: if not even one rollout fits. The message has the sizes.
+            EngineError: if memory cannot hold even one rollout. The message has the sizes.
         """
 
     def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
@@ -561,7 +561,7 @@ class VersionSlot:
 
 
 class VersionSlots:
-    """The loaded versions, and the calls that use each. Thread-safe."""
+    """The loaded versions, and the number of calls that use each version. Thread-safe."""
 
     def __init__(self, num_slots: int) -> None:
         """Start with space for `num_slots` versions, at least 2."""
@@ -589,7 +589,7 @@ class VersionSlots:
 
         The `with` block loads `version` into the new slot and unloads the old slot's version, which
         no call uses. While there are fewer versions than slots, no old slot is yielded. Otherwise
-        `load` waits until a slot other than the newest is unused, and yields the oldest unused
+        `load` waits until an older slot than the newest is unused, and yields the oldest unused
         slot. If the block raises, the new slot is discarded.
         """
         with self._changed:

@@ -67,9 +67,9 @@ def download(name: str, revision: str | None, key: str) -> Path:
 
 
 def ask(name: str, revision: str | None, *, key: str = "model.name") -> None:
-    """Check that the hub has a model, and raise at once if not.
+    """Raise at once if the hub lacks a model or cannot be reached.
 
-    A download would retry for 30 s before it raises.
+    A download would raise only after retries for 30 s.
 
     Raises:
         DataError: if the hub has no model of that name, or cannot be reached.

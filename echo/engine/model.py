@@ -1,4 +1,4 @@
-"""Models of transformers: structure, weight files, digests, device, dtype, and the tiny model."""
+"""Helpers for transformers models: structure, weight files, digests, device and dtype."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def head_widths(layer: Any) -> tuple[int, int]:
     """Return the widths of a head's keys and values; (0, 0) if the layer has no attention.
 
     Args:
-        layer: the layer's configuration as transformers reads it. transformers maps the names of
-            each family (n_head and n_embd of GPT-2) to common names.
+        layer: the layer's configuration, with transformers' common names for each family's own
+            names (n_head and n_embd of GPT-2).
     """
     num_heads = getattr(layer, "num_attention_heads", None)
     if not num_heads:
@@ -314,8 +314,7 @@ def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Ten
 def load_directory(directory: Path, dtype: str) -> dict[str, Tensor]:
     """Return the weights of a model directory by their names in memory.
 
-    Floating-point tensors are rounded to `dtype`, except those that a version keeps unrounded
-    (`unrounded_names`).
+    Floating-point tensors are rounded to `dtype`, except the tensors in `unrounded_names`.
 
     Raises:
         DataError: if weights are missing, damaged or not in the safetensors format, or if
@@ -413,7 +412,8 @@ def shapes_in(directory: Path) -> dict[str, list[int]]:
 def check_weight_files(directory: Path, model: Any) -> None:
     """Check by the file headers that a directory's weights belong to a model.
 
-    If transformers translates names in the files, only names that occur in both are compared.
+    If transformers translates the names in the files, only names that the files and the model share
+    are compared.
 
     Args:
         directory: holds the weight files.
@@ -451,7 +451,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
     """Raise if the files hold additional weights for a layer of the model.
 
     A layer that ignored such weights would compute different values than in the checkpoint's model.
-    Weights outside the model's layers may stay unused, for example those of a value head.
+    Weights outside the model's layers, for example of a value head, may stay unused.
 
     Args:
         directory: holds the weight files.
@@ -699,7 +699,7 @@ def free_bytes(device: torch.device) -> int:
 def pick_device(name: str) -> str:
     """Return the torch device for a setting.
 
-    "auto" is the first GPU, or the CPU if there is none.
+    "auto" is the first GPU, or the CPU if there is no GPU.
 
     Raises:
         ConfigError: if torch has no such device, or if this machine lacks the device.
@@ -760,7 +760,7 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 MIN_PRODUCT = 1 << 18
-"""Smallest number of weights in a layer's matrix for which bfloat16 is tried. In a smaller model,
+"""bfloat16 is tried if a layer's matrix has at least this number of weights. In a smaller model,
 conversions and norms cost more time than faster products save.
 """
 MIN_GAIN = 1.5
@@ -818,7 +818,8 @@ def with_cpu_dtype(
 ) -> tuple[LearnerSection | WorkerSection, str]:
     """Resolve `dtype = "auto"` of a section for a CPU.
 
-    Return the section, and a line about the choice or "". For a GPU the section is unchanged.
+    Return the section, and a line about the choice; "" if nothing was chosen. For a GPU the section
+    is unchanged.
     """
     if section.dtype != "auto" or pick_device(section.device) != "cpu":
         return section, ""

@@ -172,7 +172,7 @@ def write_image(
     Args:
         specs: the places of the tensors.
         tensors: the tensors by name, on any device.
-        image: uint8 [num_bytes], on any device; the gaps stay as they are.
+        image: uint8 [num_bytes], on any device; the gaps are left unchanged.
         is_beside: whether to return before the copies to the host are complete. The device's
             current stream then completes the copies.
     """
@@ -338,13 +338,13 @@ def save_hf(
 ) -> None:
     """Write a directory that transformers' `from_pretrained` loads.
 
-    The directory gets its name only when it is complete. It replaces an earlier directory of this
-    name.
+    The directory gets its name only when it is complete. The directory replaces an earlier
+    directory of this name.
 
     Args:
         directory: the directory to write.
         model_dir_assets: further files to write, by name (`asset_files`). The dtype in config.json
-            is set to that of the tensors, so that loading rounds nothing.
+            is set to the tensors' dtype, so that loading does not round.
         tensors: the weights. Of tied tensors only the first is written.
         max_shard_bytes: largest size of a file. Larger weights go to several files with an index.
 
@@ -478,8 +478,8 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 MIN_BLOCK_BYTES = 4 << 10
-"""Blocks with fewer bytes are coded on the host. Their header may take more bytes than the coding
-saves.
+"""Blocks with fewer bytes are coded on the host. The header of a coded block may take more bytes
+than the coding saves.
 """
 
 
@@ -510,14 +510,14 @@ class _Piece:
 class DeviceDelta:
     """The changes between two images on one device, coded block by block on that device.
 
-    The host waits once for the number of changes in all blocks. It then waits once per BATCH_BYTES
-    of changes.
+    The host waits once for the number of changes in all blocks. The host then waits once per
+    BATCH_BYTES of changes.
     """
 
     def __init__(
         self, old: Tensor, new: Tensor, tensors: Sequence[TensorSpec], *, block_bytes: int
     ) -> None:
-        """Count the words of each block that differ between two images.
+        """Count, for each block, the words that differ between two images.
 
         Args:
             old: the bytes of an image, uint8 [num_bytes], contiguous. Both images must stay
@@ -773,8 +773,8 @@ class VersionImages:
     """Makes the image of each version, one after the other."""
 
     helpers = ()
-    """Processes that map the images and help to code them. Only a learner with several ranks has
-    helpers (`train/ranks/sharded_images.py`).
+    """Processes that map the images and help to code the changes. Only a learner with several ranks
+    has helpers (`train/ranks/sharded_images.py`).
     """
 
     def __init__(
@@ -892,7 +892,7 @@ class VersionImages:
         return VersionImage(specs, memory, self._ready)
 
     def _export(self, made: _Last, last: _Last | None) -> CodedDelta | None:
-        """Copy an image to the host. Return the delta if the device has coded one."""
+        """Copy an image to the host. Return the delta if the device has coded a delta."""
         # Without a stream the block runs as usual. When it ends, the device has run all of its
         # work.
         with torch.cuda.stream(self._comparing):

@@ -111,7 +111,7 @@ def draw_tokens(
 
     Returns:
         Token ids [B] int64, their log-probabilities [B] float32, and the supports. The supports are
-        None if `sampling` truncates nothing.
+        None if `sampling` does not truncate.
     """
     logprobs = sampling_logprobs(logits.float(), sampling)
     if sampling.greedy:
@@ -258,7 +258,8 @@ class StaticBatch:
         """Return the distinct prompts of the batch, and the index of each row's prompt.
 
         Returns:
-            Ids [U, L], the mask [U, L] or None if nothing is padded, and [B] indices of prompts.
+            Ids [U, L], the mask [U, L], and indices of prompts [B]. The mask is None if nothing is
+            padded.
         """
         used, prompt_of_row = np.unique(self._prompt_of_request[self._rows], return_inverse=True)
         mask = None if self._mask is None else self._mask[used]
@@ -292,7 +293,7 @@ class StaticBatch:
     def is_barred(self, step: int) -> npt.NDArray[np.bool_] | None:
         """Return [B] whether each row forbids stop ids as token `step`.
 
-        If no row forbids them, return None.
+        If no row forbids stop ids, return None.
         """
         is_barred: npt.NDArray[np.bool_] = step < self._num_barred[self._rows]
         return is_barred if is_barred.any() else None
@@ -355,7 +356,7 @@ class StaticBatch:
         self._likely_logprobs[rows, step, k:] = -np.inf
 
     def compact(self) -> npt.NDArray[np.int64] | None:
-        """Drop the ended rows if they are a quarter of the batch.
+        """Drop the ended rows if these are a quarter of the batch.
 
         Return the indices of the rows that are kept, or None if no row was dropped.
         """

@@ -6,8 +6,8 @@ Shapes: B rows in the batch, U distinct prompts, L longest prompt, V vocabulary.
 A call of `generate` is divided into batches that fit the memory budget. In a batch, every distinct
 prompt runs through the model once. The prompt's keys and values are then copied for each rollout of
 the group. All rows then advance together, one token at a time. Prompts of unequal length are padded
-on the left. Prompts of equal length need no mask. Ended rows are dropped when they are a quarter of
-the batch, so they cost at most a constant factor.
+on the left. Prompts of equal length need no mask. Ended rows are dropped as soon as a quarter of
+the batch has ended, so ended rows cost at most a constant factor.
 
 New weights are installed between two tokens, by the thread that generates. If the model computes on
 the CPU in the published dtype, nothing is copied. The parameters are then views of the version's
@@ -210,7 +210,7 @@ class TransformersEngine(Engine):
         """Install all weights of a version between two tokens; see `Engine.load`.
 
         Of tied tensors, pass only one, under any of its names. If the installation fails half way,
-        the engine installs the previous version again from the tensors that it kept.
+        the engine installs the previous version again.
         """
         check_weights(self._loadable(), tensors)
         with self._installed.swap(version), self._in_stream():
@@ -402,7 +402,7 @@ class TransformersEngine(Engine):
         return self._concurrency.bounded(int(number))
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since the last call, by metric."""
+        """Return metric name -> how often memory ran out since the last call."""
         return self._concurrency.take_counts()
 
     def close(self) -> None:

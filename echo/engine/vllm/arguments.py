@@ -59,8 +59,8 @@ CPU_DEFAULTS = {
     # lack: vLLM 0.32 dies as soon as the prompts together exceed one step.
     "enable_chunked_prefill": False,
 }
-"""Arguments that Echo sets on a CPU in place of vLLM's own defaults; [engine.options] overrides
-them.
+"""Arguments that Echo sets on a CPU in place of vLLM's own defaults. [engine.options] overrides
+these arguments.
 """
 
 GPU_SHARE = 0.85
@@ -111,8 +111,8 @@ rollouts use the next version.
 """
 
 ADAPTER_COPIES = 3
-"""Number of copies of each adapter version: vLLM has one copy for the batch and one on the host.
-Echo keeps the third copy for restarts of vLLM.
+"""Number of copies of each adapter version: vLLM has one copy for the batch and one copy on the
+host. Echo keeps the third copy for restarts of vLLM.
 """
 
 MAX_ADAPTER_SHARE = 0.1
@@ -259,7 +259,7 @@ def make_arguments(
     passed: Mapping[str, Any],
     demand: Demand | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine, without those for adapters.
+    """Return the arguments of vLLM's engine, without the arguments for adapters.
 
     Args:
         model_dir: directory with config.json.
@@ -315,7 +315,7 @@ def make_arguments(
 def _gpu_share(passed: Mapping[str, Any]) -> float:
     """Return the share of a GPU's memory that vLLM may take if the user sets no share.
 
-    If the user sets `kv_cache_memory_bytes`, vLLM only requires this share to be free when it
+    If the user sets `kv_cache_memory_bytes`, vLLM only requires that this share is free when vLLM
     starts. The share is then nearly 0, so that vLLM starts on a GPU that another process uses.
     """
     return GPU_SHARE if passed.get("kv_cache_memory_bytes") is None else 0.01

@@ -66,7 +66,7 @@ class EngineDeadError(EngineError):
 
 
 class EngineWasDeadError(EngineDeadError):
-    """vLLM had died before it began the requested operation."""
+    """vLLM had died before the requested operation began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,7 @@ class BackendOutput:
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    """[T] log-probability of each sampled token, nats; empty if the request did not ask for them.
-    """
+    """[T] log-probability of each sampled token, nats; empty if not requested."""
     finish_reason: FinishReason
     spans: tuple[Span, ...]
     prompt_logprobs: npt.NDArray[np.float32]
@@ -152,7 +151,7 @@ class Backend(abc.ABC):
 
     facts: Facts
     death: Death | None = None
-    """Why vLLM died; None while vLLM is not known to be dead."""
+    """Why vLLM died; None as long as vLLM seems to run."""
 
     @abc.abstractmethod
     def submit(self, request: BackendRequest) -> Future[BackendOutput]:
@@ -189,7 +188,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def find_placement_fault(self) -> str:
-        """Return why vLLM cannot take patches; "" if it can.
+        """Return the reason why vLLM cannot take patches; "" if there is none.
 
         Raises:
             EngineWasDeadError: if vLLM had died before.
@@ -210,7 +209,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def remove_adapter(self, serial: int) -> None:
-        """Unload the adapter `serial` if it is loaded. No request may use it.
+        """Unload the adapter `serial` if it is loaded. No request may use this adapter.
 
         Raises:
             EngineError: as in `add_adapter`.
@@ -564,7 +563,7 @@ HEADER_BYTES = 16 << 20
 def hand_over_adapter(
     backend: Backend, tensors: Mapping[str, Tensor], lora: Lora, slot: VersionSlot
 ) -> None:
-    """Write an adapter to a file, and have vLLM load this file while it samples.
+    """Write an adapter to a file, and let vLLM load the file while sampling continues.
 
     Args:
         backend: the running vLLM.
@@ -610,7 +609,7 @@ def _directory_for(num_bytes: int) -> Iterator[Path]:
 
 
 class CrashReason:
-    """The file in which vLLM records why it crashed.
+    """The file in which vLLM records the reason for a crash.
 
     The object also stores how many processes the kernel had killed before vLLM started.
     """
@@ -662,7 +661,7 @@ class ProcessBackend(Backend):
     """vLLM in its own processes: an AsyncLLM and the thread of its event loop."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start vLLM in its own processes, and the event loop for them.
+        """Start vLLM in its own processes, and the event loop for these processes.
 
         Args:
             arguments: arguments for vLLM's AsyncEngineArgs.

@@ -2,11 +2,11 @@
 
 A swap is a transaction. The engine checks the new weights against the model's shape, pauses
 generation briefly, and sends the weights to vLLM. Then the engine probes the weights (`probe.py`):
-vLLM's log-probabilities of a prompt must match those of transformers under the same tensors. If the
-two differ too much, the engine reinstalls the previous version and raises an error. If an update
-fails half way, the model has a mix of two versions. The engine then restarts vLLM with the last
-version that passed the probe, as it does whenever vLLM dies. The tensors of this version are kept
-in host memory, never on a GPU.
+vLLM's log-probabilities of a prompt must match transformers' log-probabilities under the same
+tensors. If the two differ too much, the engine reinstalls the previous version and raises an error.
+If an update fails half way, the model has a mix of two versions. The engine then restarts vLLM with
+the last version that passed the probe, as it does whenever vLLM dies. The tensors of this version
+are kept in host memory, never on a GPU.
 
 A patch is a swap that sends only the changed elements. These elements are scattered into vLLM's
 parameters, and the result is probed. If vLLM keeps weights in its own layout, or after a patch has
@@ -126,7 +126,7 @@ class CacheCapacity:
     def take(self, num_blocks: int) -> bool:
         """Take one place and `num_blocks` blocks, and return True on success.
 
-        If too few are free, take nothing and return False.
+        If too few places or blocks are free, take nothing and return False.
         """
         with self._lock:
             if self._num_seqs < 1 or self._num_blocks < num_blocks:
@@ -382,7 +382,8 @@ def make_params(
         seed: fixes the random choices.
         max_tokens: number of tokens after which the request ends.
         of_prompt: whether the log-probabilities of the prompt are computed, too.
-        num_ids: most likely ids to return for each token, to find its support; 0 for none.
+        num_ids: number of most likely ids to return for each token, to find the token's support; 0
+            for no ids.
         num_barred: number of tokens before the first possible stop id.
     """
     from vllm import SamplingParams
@@ -408,9 +409,9 @@ def make_params(
 
 
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
-    """Return each token's most likely ids, `sampling.likely_ids` of them.
+    """Return the `sampling.likely_ids` most likely ids of each token.
 
-    vLLM also returns the sampled id if it is less likely than these. Such an id is left out.
+    vLLM also returns the sampled id. If this id is less likely, it is left out.
     """
     sets = sample.likely
     assert sets is not None
@@ -653,7 +654,7 @@ class VllmEngine(Engine):
         return self._launcher.concurrency.bounded(number)
 
     def take_counts(self) -> dict[str, int]:
-        """Return how often memory ran out since the last call, by metric."""
+        """Return metric name -> how often memory ran out since the last call."""
         return self._launcher.concurrency.take_counts()
 
     def close(self) -> None:
@@ -671,7 +672,7 @@ class VllmEngine(Engine):
         """Raise if the running vLLM cannot sample this request.
 
         Raises:
-            EngineError: naming the request, or the KV cache that is too small for it.
+            EngineError: naming the request, or the KV cache that is too small for the request.
         """
         request.check(
             window=self._backend.facts.max_model_len,
@@ -787,7 +788,7 @@ class VllmEngine(Engine):
         return self._hand_over(names_on_disk(self._probe.model, weights.tensors), weights)
 
     def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
-        """Send weights or changes to vLLM and probe them. Return why the probe failed, or None."""
+        """Send weights or changes to vLLM and probe the result. Return the fault, or None."""
         self._tag = tag = str(next(self._serials))
         self._backend.update(what, tag, clears_cache=self._clears_cache)
         fault = self._find_fault(self._backend, weights, tag)
@@ -824,7 +825,7 @@ class VllmEngine(Engine):
         return fault
 
     def _find_patch_fault(self) -> str:
-        """Return why vLLM cannot take patches, or "" if it can. Log a new reason."""
+        """Return the reason why vLLM cannot take patches, or "". Log a new reason."""
         if self._is_misplaced:
             why = "a patch was found wrong"
         elif has_other_names_on_disk(self._probe.model):
@@ -867,7 +868,7 @@ class VllmEngine(Engine):
     def _load_adapter(
         self, slot: VersionSlot, unloaded: VersionSlot | None, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Replace an old adapter by a new one and probe it, while rollouts continue."""
+        """Replace an old adapter by a new adapter and probe it, while rollouts continue."""
         # Copied: the caller's memory is valid only during `load`, these tensors are kept longer.
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         weights = self._expected(copies, slot.version)

@@ -123,7 +123,7 @@ class Launcher:
         """Reduce concurrent rollouts and the KV cache if vLLM died because memory ran out.
 
         Returns:
-            Whether the cause of the death is removed: rollouts were running, and fewer will run.
+            Whether memory ran out while rollouts ran. If so, fewer rollouts will run.
 
         Raises:
             EngineError: if only a single rollout was running.

@@ -1,18 +1,18 @@
 """Check after a swap that vLLM samples from the new weights.
 
-vLLM's log-probabilities of a prompt must match those that transformers computes on the host from
-the same tensors, independently of vLLM. Wrong weights cause a difference of tenths of nats per
-token. Examples are a tied head with its old weights, a missed layer and a transposed tensor.
+vLLM's log-probabilities of a prompt must match the log-probabilities that transformers computes on
+the host from the same tensors. Wrong weights cause a difference of tenths of nats per token.
+Examples are a tied head with its old weights, a missed layer and a transposed tensor.
 
 The prompt is a concatenation of NUM_TEXTS texts. Each text is a fixed beginning and the model's own
 greedy continuation, so its tokens are likely. Rounding to 16 bits hardly changes the
 log-probabilities of likely tokens. It changes the log-probabilities of unlikely tokens (-15 nats)
 by tenths of nats, as much as wrong weights do.
 
-The effect of rounding is measured when the prompt is made. It is the mean difference between the
-model in 16 bits and in float32, both computed by transformers. The allowed difference follows from
-this measurement and has an upper bound (ALLOWED). Neither later versions nor vLLM can raise the
-allowed difference. If the prompt becomes unlikely under the policy, a version that passed the probe
+The effect of rounding is measured when the prompt is made. This effect is the mean difference
+between transformers' results in 16 bits and in float32. The allowed difference follows from this
+measurement and has an upper bound (ALLOWED). Neither later versions nor vLLM can raise the allowed
+difference. If the prompt becomes unlikely under the policy, a version that passed the probe
 generates a new prompt.
 
 A pass in float32 uses the same 16-bit weights and widens each for one operation, so the whole model
@@ -67,8 +67,8 @@ MAX_DRIFT = 1.0
 """A new prompt is made when the prompt has become less likely by this number of nats per token."""
 
 SPARED_S = 1.0
-"""Each swap is checked in float32 if this takes at most this number of seconds longer than in 16
-bits.
+"""Each swap is checked in float32 if the check takes at most this number of seconds longer than a
+check in 16 bits.
 """
 
 MAX_WIDENED = 1 << 24
@@ -151,7 +151,7 @@ class SwapProbe:
         self.num_tokens = NUM_TEXTS * self._text_tokens
 
     def expected(self, tensors: Mapping[str, Tensor]) -> Expectation:
-        """Return the prompt, its log-probabilities under the weights, and the bound.
+        """Return the prompt, its log-probabilities under the weights, and the allowed difference.
 
         Tensors that have the model's dtype become the model's weights without a copy.
 
@@ -205,7 +205,8 @@ class SwapProbe:
     def accepted(self, expectation: Expectation, tensors: Mapping[str, Tensor]) -> None:
         """Record weights that passed the probe.
 
-        If the prompt has become unlikely under these weights, generate a new prompt with them.
+        If the prompt has become unlikely under these weights, use the weights to generate a new
+        prompt.
         """
         likelihood = self._mean(expectation.logprobs)
         if expectation.prompt_ids is self._prompt_ids and likelihood < self._likelihood - MAX_DRIFT:

@@ -111,7 +111,7 @@ def find_missing_compiler() -> str:
 
 
 def find_missing_plugin() -> str:
-    """Return why vLLM's processes cannot find Echo's plugin; "" if they can."""
+    """Return the reason why vLLM's processes cannot find Echo's plugin, or ""."""
     points = metadata.entry_points(group=PLUGIN_GROUP)
     if not any(point.value == ENTRY_POINT for point in points):
         return (

@@ -20,7 +20,7 @@ from echo.engine.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class StopSearch:
-    """The stop strings of one request, and where the search for them begins."""
+    """The stop strings of one request, and the place where the search begins."""
 
     stop: StopStrings
     before: tuple[int, ...]
@@ -48,7 +48,7 @@ def forget_search(request_id: str) -> None:
 
 
 class StopDetokenizer(IncrementalDetokenizer):
-    """Keeps the tokens of a request, and ends it after a stop string."""
+    """Keeps the tokens of a request, and ends the request after a stop string."""
 
     def __init__(self, search: StopSearch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

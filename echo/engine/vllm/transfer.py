@@ -37,7 +37,7 @@ HANDED_OVER: dict[str, Any] = {}
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Arguments that set up the transfer; none are needed."""
+    """Arguments that set up the transfer: no arguments are needed."""
 
 
 @dataclass
@@ -58,10 +58,10 @@ class TransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):  # typ
     model: nn.Module
     _loaded = TransferUpdate()
     _places: Mapping[str, Tensor] = {}
-    """Name of a checkpoint's tensor -> the piece of a parameter that it fills."""
+    """Name of a checkpoint's tensor -> the piece of a parameter that the tensor fills."""
     _pointers: Sequence[int] = ()
     unplaced = "no version is loaded"
-    """Why the model cannot take patches; "" if it can."""
+    """The reason why the model cannot take patches, or ""."""
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Do nothing: there is no connection to open."""
@@ -114,7 +114,7 @@ class WorkerExtension:
     weight_transfer_engine: TransferEngine
 
     def find_placement_fault(self) -> str:
-        """Return why this worker cannot take patches; "" if it can."""
+        """Return the reason why this worker cannot take patches, or ""."""
         return self.weight_transfer_engine.unplaced
 
     def patch_weights(self, update_info: dict[str, Any]) -> None:
