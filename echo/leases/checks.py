@@ -1,6 +1,6 @@
-"""Checks of a worker's rollouts: whether they can be the result of their lease.
+"""Checks of a worker's rollouts: whether rollouts can be the result of their lease.
 
-Each check returns the reason for refusing the rollouts, or None if they are valid.
+Each check returns the reason for refusing the rollouts, or None if the rollouts are valid.
 `core.rollout.find_fault` checks whether the rollouts are too old.
 """
 
@@ -17,7 +17,7 @@ from echo.wire.messages import BAD_LOGPROBS, Lease
 
 
 def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str | None:
-    """Return why a group cannot be the result of its lease; None if it can."""
+    """Return the reason why a group cannot be the result of its lease, or None."""
     if group.prompt_ids.tolist() != list(lease.prompt_ids):
         if not settings.prompts_are_free:
             return "another_prompt"
@@ -55,7 +55,7 @@ def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSetting
 def find_partial_fault(
     members: Sequence[PartialRollout], settings: LeaseSettings, *, step: int
 ) -> str | None:
-    """Return why members cannot be partial rollouts at this step; None if they can."""
+    """Return the reason why members cannot be partial rollouts at this step, or None."""
     if len(members) != settings.group_size:
         return f"{len(members)} members"
     for member in (member for member in members if member.num_tokens):

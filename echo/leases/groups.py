@@ -86,7 +86,8 @@ class LeaseRecord:
     """The oldest version that may sample the group; None for any version."""
     copy_of: int | None = None
     """The attempt that this lease copies, with the same seed (`leases/grants/dispatch.py`); None if
-    it is no copy."""
+    this lease is no copy.
+    """
     request: MoveRequest | None = None
     """The request to the holder to give up the lease; None if no request was made."""
 
@@ -164,7 +165,7 @@ EVENTS: tuple[type[Event], ...] = (Leased, LeaseEnded, LastLeaseEnded, ResultArr
 
 @dataclass(frozen=True, slots=True)
 class LeaseBegan:
-    """Change: a worker has a lease that it did not have before."""
+    """Change: a worker has a new lease."""
 
     record: LeaseRecord
 
@@ -251,7 +252,7 @@ class OpenGroup:
         return max((record.attempt for record in self.leases), default=-1)
 
     def find(self, attempt: int, worker_id: str) -> LeaseRecord | None:
-        """Return the lease of an attempt if this worker holds it, else None."""
+        """Return this worker's lease of an attempt, or None."""
         key = attempt, worker_id
         return next((r for r in self.leases if (r.attempt, r.worker_id) == key), None)
 

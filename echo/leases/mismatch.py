@@ -9,11 +9,11 @@ engine and data type. Each group is compared only with equals' groups of the sam
 A worker is reported by name and set aside, like a useless worker (`leases/usefulness.py`), if all
 of these conditions hold:
 
-* At least half of its last WINDOW trained groups can be compared. A group can be compared if at
-  least two equals have MIN_EQUAL groups of the same staleness. So this check needs at least three
-  workers.
-* The median ratio of its groups' mismatch to its equals' mismatch is at least TIMES.
-* Its median mismatch is above FLOOR.
+* At least half of the worker's last WINDOW trained groups can be compared. A group can be compared
+  if at least two equals have MIN_EQUAL groups of the same staleness. So this check needs at least
+  three workers.
+* The median ratio of the worker's mismatch to the equals' mismatch is at least TIMES.
+* The worker's median mismatch is above FLOOR.
 
 Medians are used because the estimate grows exponentially with the difference at a token. So one
 token of an honest worker can raise the mean of fifty groups. Rewards are not compared, because they
@@ -33,7 +33,7 @@ from echo.leases.book import MAX_WORKERS
 WINDOW = 50
 """Number of newest trained groups from which a worker's mismatch is computed."""
 MIN_EQUAL = 5
-"""Number of groups of one level of staleness that an equal needs for a comparison."""
+"""Number of groups that an equal must have at a level of staleness to be compared there."""
 TIMES = 5.0
 """Least ratio of a worker's mismatch to its equals' mismatch at which the worker stands out."""
 FLOOR = 0.005
@@ -44,7 +44,7 @@ bfloat16.
 """
 
 _Place = tuple[str, int]
-"""(engine and data type, level of staleness): groups with the same pair are compared."""
+"""Groups with the same engine and data type and the same level of staleness are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Mismatches:
     def _medians(self) -> dict[_Place, dict[str, float]]:
         """Return place -> worker -> median mismatch of the worker's groups at this place.
 
-        A worker is left out at places where it has fewer than MIN_EQUAL groups.
+        A worker with fewer than MIN_EQUAL groups at a place is left out there.
         """
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():

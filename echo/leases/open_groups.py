@@ -1,8 +1,8 @@
 """Open groups of a run: which groups were granted and have not ended, and how a group ends.
 
 A group is open from its first grant until its result is stored or it ends with a reason. Group ids
-are granted in order. So two values are enough: the first id that was never granted, and the ids
-below it that have ended. The leases of open groups are in the book (`leases/book.py`).
+are granted in order. So two values are enough: the first id that was never granted, and the lower
+ids that have ended. The leases of open groups are in the book (`leases/book.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FinishedGroups:
     """The ids of the groups that were accepted or ended, stored in little memory.
 
     Groups finish nearly in order. So the set keeps a number below which all ids are finished, and
-    the finished ids above it.
+    the finished ids above this number.
     """
 
     def __init__(self, group_ids: Iterable[int]) -> None:
@@ -90,7 +90,7 @@ class OpenGroups:
         Args:
             group_id: the id of the group.
             reason: one word, for the record and a counter.
-            worker_id: the worker that could not finish the group; "" if there is none.
+            worker_id: the worker that could not finish the group; "" if there is no such worker.
             cause: the cause that the worker reports, for messages to the operator.
         """
         self.close(group_id)

@@ -2,9 +2,9 @@
 
 A **partial group** is a leased group while it is sampled. A worker keeps the partial group among
 its leases (`leases/worker/held.py`), and applies the staleness policy whenever the group enters an
-engine again. Every `ship_s` seconds the worker ships the group: it sends the tokens to the learner
-(`leases/worker/keeper.py`). The learner keeps the tokens (`ShippedPartials`) and sends them to the
-next worker that gets the group.
+engine again. Every `ship_s` seconds the worker ships the group: the tokens are sent to the learner
+(`leases/worker/keeper.py`). The learner keeps the tokens (`ShippedPartials`), and sends them with
+the next grant of the group.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def apply_staleness_policy(
 
     Args:
         members: the members of one group.
-        only_version: the single version whose tokens may stay; None for any.
+        only_version: the single version whose tokens may stay; None if tokens of any version may
+            stay.
         stale_tokens: whether old tokens are kept, masked or dropped.
         max_age: largest age of a token in steps; at most the bound on staleness.
         step: number of the learner's optimizer steps, as last reported to this worker.
@@ -163,7 +164,7 @@ MAX_HELD_BYTES = 1 << 30
 tokens.
 """
 _LIST_BYTES = 16
-"""Largest number of bytes that the encoding of a one-frame list adds to its frame."""
+"""Largest number of bytes by which a list with one frame is longer than the frame."""
 PARTIAL_COUNTS = (
     "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "too_old_tokens",
     "age_sum", "shipped",

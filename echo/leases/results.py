@@ -2,14 +2,13 @@
 
 `leases/groups.py` has the states of a group.
 
-* A worker may end a group only if it was at some time granted the attempt that its message names.
-  Messages from other workers are refused, and leases stay unchanged.
+* A message that ends a group is accepted only from a worker that was granted the message's attempt.
+  Other messages are refused, and leases stay unchanged.
 * A group is acknowledged only in `stored`, when the ledger has the group.
 * The content of a group is checked against its lease: prompt, group size, finite numbers
   (`leases/checks.py`).
-* A group whose samples are too old or from an abandoned lineage is refused with this reason and
-  granted again. The worker is notified and drops the result. Only the first refusal of a lease is
-  recorded.
+* A group is refused and granted again if its samples are too old or from an abandoned lineage. The
+  worker is notified and drops the result. Only the first refusal of a lease is recorded.
 * If several workers have a group, the first delivery is accepted. The other workers are asked to
   stop, which is recorded as well.
 """
@@ -275,8 +274,8 @@ class Results:
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
         """Store a worker's unfinished rollouts of a group for the group's next worker.
 
-        If the worker holds no lease of the group, the rollouts are dropped. They may be late or
-        invented.
+        If the worker holds no lease of the group, the rollouts are dropped. Such rollouts may be
+        late or invented.
 
         Raises:
             RemoteProtocolError: if the message is malformed or cannot have been sampled.
@@ -300,7 +299,7 @@ class Results:
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
         """Grant a failed group again, or end the group.
 
-        The group ends if no other worker can be expected to sample it.
+        The group ends if no other worker can be expected to sample the group.
         """
         group = self._groups.leases.group(message.group_id)
         if group.is_storing or not self._groups.is_open(message.group_id):
@@ -351,7 +350,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """End these leases, record each end, and send each holder an Ack that asks it to stop."""
+        """End these leases, record each end, and send the holders an Ack, so that they stop."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id

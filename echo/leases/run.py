@@ -65,7 +65,7 @@ class AcceptedGroups(Protocol):
     """The scheduler's view of the groups that are accepted and not yet trained on."""
 
     num_trimmed_tokens: int
-    """Number of tokens that the buffer has masked because they had grown too old."""
+    """Number of tokens that the buffer has masked because of their age."""
 
     admission_staleness: int
     """Bound on staleness for new leases, in steps; at most the bound on groups to train on."""
@@ -78,7 +78,7 @@ class AcceptedGroups(Protocol):
 
 
 class PromptPendingError(EchoError):
-    """The prompt is still being made; a round of grants starts once it is ready."""
+    """The prompt is still being made. When the prompt is ready, a round of grants starts."""
 
 
 class Prompts(Protocol):

@@ -160,7 +160,7 @@ class Scheduler:
     ) -> tuple[frozenset[PolicyVersion], bool]:
         """Return the installed versions that may sample a further group now.
 
-        The second result is true if the newest version may not sample a further group either.
+        The second result is whether the newest version is excluded, too.
         """
         quota = self.quota
         bounds = quota.bounds(workers)

@@ -5,13 +5,13 @@ worker with a probability equal to that worker's share of all delivered groups. 
 dishonest worker that returns equal rewards does not have to sample. So it becomes the fastest
 worker and gets most of the leases. Two rules prevent such a worker from stopping a run.
 
-**Set aside.** When a useful group arrives, each worker gets a credit. The credit is its share of
-the groups that were delivered since the previous useful group. A worker is set aside if its credits
-sum up to EXPECTED groups or more, and its useful groups are at most LEAST_SHARE of these credits.
-The worker then gets no groups for AWAY_S, and its count begins again. An honest worker's number of
-useful groups varies at most like a Poisson variable. So if 20 useful groups are expected, the
-probability of 2 or fewer is 5e-7. If the whole fleet delivers no useful group, no worker is
-credited, so no worker is set aside.
+**Set aside.** When a useful group arrives, each worker gets a credit. The credit is the worker's
+share of the groups that were delivered since the previous useful group. A worker is set aside if
+its credits sum up to EXPECTED groups or more, and its useful groups are at most LEAST_SHARE of
+these credits. The worker then gets no groups for AWAY_S, and its count begins again. An honest
+worker's number of useful groups varies at most like a Poisson variable. So if 20 useful groups are
+expected, the probability of 2 or fewer is 5e-7. If the whole fleet delivers no useful group, no
+worker is credited, so no worker is set aside.
 
 **A quorum.** A run ends after `max_zero_signal_groups` groups in a row without a useful group. If
 one worker made nearly all of these groups, this worker gets no groups until the other workers have
@@ -30,7 +30,7 @@ from echo.core.units import format_duration
 from echo.leases.book import MAX_WORKERS
 
 EXPECTED = 20.0
-"""Number of credited useful groups before a worker may be set aside."""
+"""A worker may be set aside when it has this number of credited useful groups."""
 LEAST_SHARE = 0.1
 """A worker is set aside if its useful groups are at most this share of its credited groups."""
 AWAY_S = 600.0

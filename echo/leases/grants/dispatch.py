@@ -39,13 +39,13 @@ from echo.leases.groups import LeaseRecord
 FULL_SLOWDOWN = 2.0
 """Factor by which a group takes longer in a full engine than in an empty engine.
 
-The value is assumed, because the learner nearly always sees an engine at one load only. With a
+The value is an assumption, because the learner rarely sees an engine at more than one load. With a
 higher value, groups go to workers with fewer groups, even if these workers become free later.
 """
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return the factor by which a group takes longer in a shared engine than alone.
+    """Return how much longer a group takes in a shared engine than alone, as a factor.
 
     The engine samples `num_groups` groups, and has places for `num_places` groups.
     """
@@ -94,7 +94,7 @@ class Load:
 
     @property
     def finish_at(self) -> float:
-        """Time at which the worker should finish one more group."""
+        """Time at which the worker should finish a group that is granted now."""
         group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 

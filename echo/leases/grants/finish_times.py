@@ -112,7 +112,7 @@ class Speed:
     load_s: float = 0.0
     """Weighted sum over the worker's groups: a group's seconds times the worker's leases.
 
-    The leases are the mean number that the worker held while it made the group.
+    The number of leases is the mean while the worker made the group.
     """
     provisional: float | None = None
     """Tokens per second, estimated from heartbeats; used until the worker has made a group."""
@@ -171,7 +171,7 @@ class FinishTimes:
         return self.lengths.mean / self.known_speed(speed) if is_known else math.inf
 
     def of(self, worker_id: str) -> Speed:
-        """Return the speed record of a worker; a new one if the worker is unknown."""
+        """Return the speed record of a worker; a new record if the worker is unknown."""
         speed = self._speeds.get(worker_id)
         if speed is None:
             speed = self._speeds[worker_id] = Speed()
@@ -186,7 +186,8 @@ class FinishTimes:
             worker_id: the worker that made the group.
             num_tokens: length of the group's longest completion.
             seconds: time from the group's start at the worker to its delivery; 0 if unknown.
-            load: mean number of leases that the worker held in that time, this one included.
+            load: mean number of leases that the worker held in that time, including the lease of
+                this group.
             now: the present time, seconds.
         """
         self.lengths.add(num_tokens)
@@ -241,7 +242,7 @@ class FinishTimes:
     def has_made_a_group(self, worker_id: str) -> bool:
         """Return whether a worker has made a group whose duration is known.
 
-        Then the worker's speed is measured over whole groups, with rewards and tools. Until then,
+        If so, the worker's speed is measured over whole groups, with rewards and tools. Otherwise
         the speed is estimated from heartbeats, which do not show the time of rewards.
         """
         return self.of(worker_id).seconds > 0
@@ -252,7 +253,7 @@ class FinishTimes:
         return 2 * self._fastest if measured is None else measured
 
     def retry_factor(self, speed: Speed, *, now: float) -> float:
-        """Return the factor, at least 1, by which idle time raises a speed estimate."""
+        """Return the factor, at least 1, that a speed estimate gets for idle time."""
         known = self.known_speed(speed)
         if known >= self._fastest:
             return 1.0

@@ -34,7 +34,7 @@ class WorkerForecast:
     """The worker's groups, each with its predicted finish."""
 
     def take_place(self, seconds: float) -> float:
-        """Occupy the first free place for `seconds`; return when it is free again."""
+        """Occupy the first free place for `seconds`; return when the place is free again."""
         done_at = self.free_at[0] + seconds
         heapq.heapreplace(self.free_at, done_at)
         return done_at

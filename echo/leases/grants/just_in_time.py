@@ -2,8 +2,8 @@
 
 Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If all
 these groups were granted at once, nearly all would reach the bound on staleness before they are
-trained on, although the learner needs few of them so early. `JustInTime` delays a group while the
-next version can still sample the group in time:
+trained on, although the learner needs few of these groups so early. `JustInTime` delays a group
+while the next version can still sample the group in time:
 
     need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
     have(b) = accepted
@@ -34,10 +34,9 @@ between the last two. A version that is late is expected at any moment.
 
 **margin** is a safety margin, in seconds, against errors of the estimates, such as the lengths of
 groups. If the learner has waited for a batch, the margin grows by this wait, but at most by the
-time for which groups of the batch were delayed. At a step without such a wait, the margin shrinks
-by the larger of two times: WAIT_SHARE of the step's time, and SPARE_SHARE of the least spare time
-of recent batches. In equilibrium the learner therefore waits about WAIT_SHARE of its time for
-fresher groups.
+longest delay of the batch's groups. At a step without such a wait, the margin shrinks by the larger
+of two times: WAIT_SHARE of the step's time, and SPARE_SHARE of the least spare time of recent
+batches. In equilibrium the learner therefore waits about WAIT_SHARE of its time for fresher groups.
 
 **Open**: no group is delayed in two cases. In the first case the learner has waited for more than
 OPEN_SHARE of its recent time, not counting the longest wait. In the second case the fleet without
@@ -329,7 +328,7 @@ class JustInTime:
     def _held_done_at(
         self, loads: Sequence[Load], installed: Sequence[int], num_groups: int, now: float
     ) -> list[float]:
-        """Return when `num_groups` groups would be done if they are delayed.
+        """Return when `num_groups` delayed groups would be done.
 
         A worker begins a delayed group when it installs the next version, or earlier if its present
         groups are done. Workers whose groups would then nearly reach the bound on staleness are

@@ -54,7 +54,7 @@ class GroupState(StrEnum):
     QUEUED = "queued"
     """The group is not begun."""
     RUNNING = "running"
-    """The group is in the engine, or agents work on it."""
+    """The group is in the engine, or agents work on the group."""
     RECLAIMED = "reclaimed"
     """The group is in the engine. When the engine returns the unfinished group, another worker
     continues it.
@@ -222,7 +222,7 @@ class HeldLeases:
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states, state by state, each in order of entry."""
+        """Return the groups in these states, state by state, in the order of entry."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
@@ -296,7 +296,7 @@ class HeldLeases:
             group_size: rollouts per group.
             max_rollouts: largest number of unfinished rollouts to move; None for any number.
             now: the present time, seconds.
-            installed: the version that samples new groups; None if there is none.
+            installed: the version that samples new groups; None if there is no version.
         """
         taken: list[PartialGroup] = []
         waiting = self.awaiting(installed)
@@ -367,7 +367,7 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Mark all groups with tokens as not shipped, because the learner may have lost these."""
+        """Mark all groups with tokens as not shipped: the learner may have lost the tokens."""
         for group in self._groups.values():
             group.num_shipped = 0
 

@@ -37,7 +37,7 @@ class PartialsFound:
 
 @dataclass(frozen=True, slots=True)
 class PartialsSaved:
-    """Event: a Save has ended; `fault` is the reason if it failed, or ""."""
+    """Event: a Save has ended; `fault` is the reason for a failure, or ""."""
 
     fault: str
 

@@ -1,7 +1,7 @@
 """Outbox of finished groups, sent again until the learner acknowledges each group.
 
 Delivery is at-least-once. A group stays in the outbox, and is sent again every `retry_s` seconds,
-until the learner has the group in its ledger and acknowledges it. The learner removes duplicates by
+until the learner acknowledges that its ledger has the group. The learner removes duplicates by
 group id. The outbox is bounded: a worker with a full outbox keeps its groups and stops sampling.
 """
 
