@@ -5,8 +5,8 @@ every notation of the number is right: 5.0, 5 and 5e0 are equal. `True` and `tru
 
 **math** extracts an answer from the text. If the text has a `####`, the answer is the rest of the
 line after the last `####`. Otherwise the answer is the content of the last `\boxed{...}`. If the
-text has neither, the answer is its last number. The answer is right if math-verify finds that it
-equals the reference.
+text has neither, the answer is the last number in the text. The answer is right if math-verify
+finds that it equals the reference.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class CountdownTask(GeneratedTask):
     max_completion_tokens = 12
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Return a prompt with digits and a target, and an expression for it."""
+        """Return a prompt with digits and a target, and an expression for the target."""
         while True:
             digits = [rng.choice("123456789") for _ in range(NUM_COUNTDOWN_DIGITS)]
             expression = random_expression(digits, rng)
@@ -227,7 +227,7 @@ class Gsm8kTask(RowsTask):
         require_math_verify("task.kind = gsm8k")
 
     def read_row(self, row: Mapping[str, Any]) -> Example:
-        """Return an example whose prompt is the row's question with an instruction.
+        """Return an example. Its prompt is the row's question with an instruction.
 
         The answer of the example is the number after `####` in the row.
         """

@@ -30,7 +30,7 @@ unchanged.
 
 
 def fault_of_message(part: object) -> str:
-    """Return why an object cannot be tokenised as a chat message; "" if it can."""
+    """Return the reason why an object cannot be tokenised as a chat message, or ""."""
     if not isinstance(part, Mapping):
         return f"is {type(part).__name__} and no object with `role` and `content`"
     if not isinstance(part.get("role"), str):
@@ -53,7 +53,7 @@ def fault_of_message(part: object) -> str:
 
 
 def fault_of_messages(messages: Iterable[object]) -> str:
-    """Return the first message that cannot be tokenised and why, as text; or ""."""
+    """Describe the fault of the first message that cannot be tokenised; "" if there is none."""
     found = ((number, fault_of_message(part)) for number, part in enumerate(messages, 1))
     return next((f"message {number} {fault}" for number, fault in found if fault), "")
 

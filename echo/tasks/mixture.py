@@ -13,7 +13,7 @@
 
 Every thousand examples contain each task in proportion to its weight. The examples of a task are
 spread evenly, so a batch of any size has nearly these proportions. When all examples of a finite
-dataset have been used, they are used again in a new order. Each example has the name of its task,
+dataset have been used, the examples repeat in a new order. Each example has the name of its task,
 and this task rewards the answers. If one of the tasks is an environment of several turns, the
 examples of other tasks become episodes of one turn.
 """
@@ -162,7 +162,7 @@ async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the schedule of one cycle, with each part's places spread evenly.
+    """Return the schedule of one cycle, in which each part's places are spread evenly.
 
     Each place is (part, number of earlier places of this part). Among the first n places, a part
     with the share s has s*n places, plus or minus one.

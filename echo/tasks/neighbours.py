@@ -1,4 +1,4 @@
-"""Neighbours of a user's Python file: the user's other files that it imports.
+"""Neighbours of a user's Python file: the user's other files that the file imports.
 
 Under `python sub/rewards.py` an import finds modules in `sub`. If a task names `sub/rewards.py`,
 the imports of this file find the same modules. Imported files in `sub` or in the current directory

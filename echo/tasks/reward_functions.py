@@ -9,13 +9,13 @@
 
 The second form is TRL's. One call gets all answers to a prompt, and every argument is a list with
 one element for each answer. The possible arguments are `prompt` or `prompts`, `answer`, `info` and
-the row's columns. The function gets every argument for which it has a parameter of the same name.
-With a `**` parameter, the function gets all arguments. In the second form a completion of a chat
-prompt is a list of one message.
+the row's columns. The function gets every argument that has the name of one of its parameters. With
+a `**` parameter, the function gets all arguments. In the second form a completion of a chat prompt
+is a list of one message.
 
 The function may be any callable with such parameters: a function, an instance with `__call__`, a
 bound method, a `functools.partial`. Both forms may be `async`. Both may return None for an answer
-that they cannot score.
+without a score.
 """
 
 from __future__ import annotations

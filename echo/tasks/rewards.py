@@ -16,13 +16,13 @@ power. Such code stalls this process.
 **Processes** are for all other tasks. Each process is an interpreter that imports the task and
 little else of Echo (processes/main.py). A process is started for the first call that needs it, and
 executes later calls, too. An episode stays in the process in which it began, because this process
-holds the episode's state. If a call takes too long, or its process dies, the process and all
-processes that it has started are killed. The process's episodes end as lost, and the next call
-starts a new process. If the node's process dies first, the guards (processes/guard.py) end the
-task's processes within two seconds.
+holds the episode's state. If a call takes too long, or its process dies, the process and its child
+processes are killed. The process's episodes end as lost, and the next call starts a new process. If
+the node's process dies first, the guards (processes/guard.py) end the task's processes within two
+seconds.
 
-The process pool of the library pebble would not be enough. It unpickles a user's data in this
-process. It limits neither memory nor the size of a result, and does not kill the children of a
+The process pool of the library pebble would not be enough. The pool unpickles a user's data in this
+process. The pool does not limit memory or the size of a result, and does not kill the children of a
 killed process.
 """
 
@@ -114,7 +114,7 @@ class Limits:
     step_s: float
     """Seconds that one example, or one call of an environment, may take."""
     memory_bytes: int | None = None
-    """Bytes of memory that one process of the task may use; None for no limit."""
+    """Bytes of memory that one process of the task may use; None if there is no limit."""
     max_abs_reward: float = 1e6
     """Largest absolute value of a reward."""
 
@@ -631,7 +631,7 @@ class TaskProcess:
     """
 
     def __init__(self, spec: TaskSpec) -> None:
-        """Start the process and wait until it has built its task.
+        """Start the process and wait until the process has built its task.
 
         Raises:
             RewardError: if the process cannot be started or cannot build its task.

@@ -1,4 +1,4 @@
-"""The class Task, which gives prompts and rewards the answers to them.
+"""The class Task, which gives prompts and rewards the answers.
 
 A task is the one small class that a user writes. The learner calls `example` and sends the
 `Example` inside a lease. A worker calls `reward` with that example and needs no dataset. So an
@@ -14,7 +14,7 @@ example must consist of JSON values. `reward` must depend only on the example an
 
 The learner sends its workers the task's settings. The settings may name code: the task's class, a
 reward function, an environment. The code itself is never sent. A worker has its own copy of the
-code, and imports this copy only if it has the same hash as the learner's copy (`code_of`,
+code, and imports this copy only if its hash is the hash of the learner's copy (`code_of`,
 `check_code`).
 """
 
@@ -111,8 +111,8 @@ class Task(abc.ABC):
     """
 
     is_bounded = False
-    """Whether `example` and `reward` return soon for any input. If so, they run in threads of the
-    node. The code of other tasks runs in processes that can be killed.
+    """Whether `example` and `reward` return soon for any input. If so, these methods run in threads
+    of the node. The code of other tasks runs in processes that can be killed.
     """
     has_turns = False
     """Whether an episode may have several turns (environment.py)."""
@@ -180,7 +180,7 @@ class Task(abc.ABC):
         return []
 
     def data_problems(self) -> list[str]:
-        """Return the faults of datasets that are found without a download."""
+        """Return the faults of datasets that can be checked without a download."""
         return []
 
     def parts(self) -> list[Task]:
@@ -236,7 +236,7 @@ class GeneratedTask(Task):
 
 
 def is_heldout(text: str) -> bool:
-    """Return whether the hash of a text puts it into the held-out split."""
+    """Return whether a text belongs to the held-out split, by the text's hash."""
     return zlib.crc32(text.encode()) % HELDOUT_ONE_IN == 0
 
 
@@ -555,7 +555,7 @@ def _source_of(task_class: type) -> str:
 
 
 def import_module(where: str, name: str) -> ModuleType:
-    """Import a module, named by its file or its dotted name, and return it.
+    """Import and return a module, named by its file or its dotted name.
 
     A dotted name is also searched in the current directory.
 

@@ -177,8 +177,8 @@ MARK = "\ufdd0"
 """A character, never assigned by Unicode, that is inserted into control tokens in messages."""
 
 _WRITTEN_AS_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
-"""Matches text in the form of a control token. Some tokenizers do not flag their control tokens as
-`special`, so they are also recognised by this form.
+"""Matches text in the form of a control token. The form is needed because some tokenizers do not
+flag their control tokens as `special`.
 """
 
 _TEMPLATED = re.compile(
@@ -214,7 +214,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> list[
     """Return the ids of the tokens that end a completion, sorted.
 
     These are the tokenizer's end-of-sequence token, the ids in generation_config.json, and the
-    control token with which the chat template ends a turn. Chat models declare their end of turn in
+    control token that ends a turn in the chat template. Chat models declare their end of turn in
     generation_config.json. Ids outside the model's vocabulary are left out.
     """
     found = _declared_stop_ids(tokenizer, directory)
@@ -278,7 +278,7 @@ def _listed_stop_ids(path: Path) -> set[int]:
 
 
 def _template_stop(tokenizer: PreTrainedTokenizerBase, declared: Iterable[int]) -> int | None:
-    """Return the id of the control token with which the chat template ends a turn.
+    """Return the id of the control token that ends a turn in the chat template.
 
     Return None if there is no such token, or if a declared stop token already ends the turn.
     """
@@ -367,7 +367,7 @@ class TextCodec:
 
         With a chat template, text becomes one user message, and the rendered messages end with the
         opening of the assistant's turn. Without a chat template, text is encoded unchanged, after
-        the special tokens with which the tokenizer begins a text.
+        the tokenizer's special tokens for the start of a text.
 
         Raises:
             DataError: if there are messages but no template, if the template fails, if the text is
@@ -452,8 +452,8 @@ class TextCodec:
         messages.
 
         Raises:
-            DataError: if the template fails, if it leaves out or changes the policy's text, or if a
-                token is outside the model's vocabulary.
+            DataError: if the template fails, if the template leaves out or changes the policy's
+                text, or if a token is outside the model's vocabulary.
         """
         if fault := fault_of_messages(messages):
             raise DataError(fault)
@@ -538,7 +538,7 @@ class TextCodec:
         """Return the names in chat_template_kwargs that the template does not use.
 
         Raises:
-            DataError: if a name is one that Echo itself passes to the template.
+            DataError: if Echo itself passes an argument of this name to the template.
         """
         for name in ("messages", "add_generation_prompt", "continue_final_message"):
             if name in self.chat_template_kwargs:
@@ -753,8 +753,8 @@ _CODE_KEYS = frozenset({"auto_map", "trust_remote_code"})
 def without_code(name: str, data: bytes) -> bytes:
     """Return a received file's content, without the keys that name code.
 
-    Every model is loaded with `trust_remote_code=False`, so the keys have no effect. They are
-    removed nevertheless, to guard against later mistakes in loading.
+    Every model is loaded with `trust_remote_code=False`, so the keys have no effect. The keys are
+    removed anyway, to guard against later mistakes in loading.
 
     Raises:
         DataError: if the file's name demands JSON, but the file is not JSON.

@@ -4,15 +4,16 @@
     kind = "verifiers"
     options = { env = "my_env", args = { num_examples = 500 } }
 
-`env` is the argument of `verifiers.load_environment`. It is an installed environment's id, or the
-name of a module beside the configuration with a function `load_environment`. The environment keeps
-its own loop, stop conditions, tools and rubric. Only its model is replaced. `_Policy` below is a
-verifiers client that gets its answers from the workers' engines. Each episode is a coroutine of the
-environment, which waits in `_Policy` for each turn of the policy.
+`env` is the argument of `verifiers.load_environment`. It is the id of an installed environment, or
+the name of a module. The module lies beside the configuration and has a function
+`load_environment`. The environment keeps its own loop, stop conditions, tools and rubric. Only its
+model is replaced. `_Policy` below is a verifiers client that gets its answers from the workers'
+engines. Each episode is a coroutine of the environment, which waits in `_Policy` for each turn of
+the policy.
 
-The environment may only append messages to a conversation. It must not change earlier messages,
-since their tokens are trained on. Rubrics that compare the rollouts of a group are refused, since
-the reward of each episode is computed separately.
+The environment may only append messages to a conversation. The environment must not change earlier
+messages, since their tokens are trained on. Rubrics that compare the rollouts of a group are
+refused, since the reward of each episode is computed separately.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class VerifiersTask(Environment):
     def outcome(self, state: _Session) -> float | dict[str, float]:
         """Return the reward of the episode from the environment's rubric.
 
-        If the rubric adds up several functions, the result has a part for each.
+        If the rubric adds up several functions, the result has a part for each function.
         """
         reward, scores = state.outcome()
         return _parts(self._environment.rubric, scores, reward) or reward

@@ -2,12 +2,12 @@
 
     node  ->  guard  ->  the task's process  ->  its children
 
-The guard executes no code of the task, so no timer, handler or signal mask of that code affects it.
-The guard checks every second whether the node lives. If the node has died or sends SIGTERM to the
-guard, the guard ends the task's process. The guard adopts every descendant whose parent has died,
-even if the descendant has left its process group. When the task's process has ended, the guard
-kills all adopted descendants. Then the guard ends with the exit code or signal of the task's
-process.
+The guard executes no code of the task, so timers, handlers and signal masks of that code do not
+affect the guard. The guard checks every second whether the node lives. If the node has died or
+sends SIGTERM to the guard, the guard ends the task's process. The guard adopts every descendant
+whose parent has died, even if the descendant has left its process group. When the task's process
+has ended, the guard kills all adopted descendants. Then the guard ends with the exit code or signal
+of the task's process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 
 
 def _watch(node: int, task: int) -> None:
-    """Wait until the task's process ends, or end it. Then exit with the same code or signal.
+    """Wait for the end of the task's process, and exit with the same code or signal.
 
     The task's process is killed if the node has died or has sent SIGTERM. When the task's process
     has ended, all remaining children of this process are killed.

@@ -1,4 +1,4 @@
-"""Task calls as messages, and the process that executes them.
+"""Task calls as messages, and the process that executes the calls.
 
     example(index, split)    -> Example                called in the learner's process only
     reward(example, texts)   -> list of float or None  the rewards of one answer, or of all answers
@@ -115,7 +115,7 @@ class TaskSpec(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     memory_bytes: int | None = None
     code: dict[str, dict[str, Any]] = {}
-    """The hashes of the task's code at the start of the node, as `task.code_of` returned them."""
+    """The hashes of the task's code, as `task.code_of` returned at the start of the node."""
 
 
 class Pipe:
@@ -182,8 +182,8 @@ class Pipe:
 class Performer:
     """Executes the calls of a task's code, and keeps the states of the task's episodes.
 
-    The task's code may return awaitables. All of them are awaited in the same event loop. So a
-    client, lock or queue that the code creates works in all later calls.
+    The task's code may return awaitables. All awaitables run in the same event loop. So a client,
+    lock or queue that the code creates works in all later calls.
     """
 
     def __init__(self, task: Task) -> None:

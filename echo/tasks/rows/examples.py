@@ -1,7 +1,7 @@
 """Makes examples from the rows of a dataset.
 
 A row has the column `prompt` (text or messages) or `messages` (a list of objects with `role` and
-`content`). It may also have `tools`, `answer` and `info`. All other columns keep their names. If
+`content`). A row may also have `tools`, `answer` and `info`. All other columns keep their names. If
 the dataset has other names for these columns, `task.options.columns` gives the names.
 
 If the last message of a row is the assistant's, the message is usually a supervised answer, but may

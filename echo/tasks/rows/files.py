@@ -289,7 +289,7 @@ def _warn_of_columns(path: str, columns: Mapping[str, str]) -> None:
 
 
 def _find_unsendable(pyarrow: Any, kind: Any) -> str:
-    """Return which values of an Arrow type a lease cannot contain; "" if it can contain all."""
+    """Return which values of an Arrow type a lease cannot contain, or ""."""
     types = pyarrow.types
     if types.is_struct(kind):
         inner = (_find_unsendable(pyarrow, field.type) for field in kind)
