@@ -24,8 +24,8 @@ def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> i
     Return the descriptor of the lock file. The end of the process also ends the lock.
 
     Args:
-        directory: the directory to lock; it is created if it is missing, and only its owner may
-            read it.
+        directory: the directory to lock. If it is missing, it is created, readable only by its
+            owner.
         name: the name of the file that is locked; this process's id is written into it.
         called: the name of the directory in messages.
         in_use: the message if another process has locked the directory; the id of that process

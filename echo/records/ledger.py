@@ -31,13 +31,13 @@ finished. A discard is never voided.
 
 Durability. The event loop never waits for the disk: it appends to a queue in memory. One other
 thread at a time writes the queue in order, in one transaction (`commit`). After `commit` the
-records survive a kill of the process (write-ahead log, synchronous = NORMAL). After `sync` they
-survive a power cut too (FULL). So a record is committed before other nodes are informed of the
-event. It is synced before another copy of the same data is dropped: a worker's acknowledged group,
-or a checkpoint that a newer checkpoint replaces. After a kill or a power cut the ledger has a
-prefix of the committed records, which includes all synced records. All processes that have the
-ledger open share memory for the write-ahead log. So on a network volume they must run on the
-learner's machine.
+records survive a kill of the process (write-ahead log, synchronous = NORMAL). After `sync` the
+records also survive a power cut (FULL). So a record is committed before other nodes are informed of
+the event. A record is synced before another copy of the same data is dropped: a worker's
+acknowledged group, or a checkpoint that a newer checkpoint replaces. After a kill or a power cut
+the ledger has a prefix of the committed records, which includes all synced records. All processes
+that have the ledger open share memory for the write-ahead log. So on a network volume these
+processes must run on the learner's machine.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ FORMAT = 4
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
 HEAD_FORMAT = b"%020d\n"
-"""Format of the number in `ledger.head`; all numbers have the same length, so they can be
-overwritten in place."""
+"""Format of the number in `ledger.head`. All numbers have the same length, so a number can be
+overwritten in place.
+"""
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
 """Size, in bytes, at which the next group file begins; small, so that files can be deleted early.
@@ -86,7 +87,7 @@ LOG_RECORDS = 2000
 some MB.
 """
 READ_ROWS = 2000
-"""Number of rows per query, which limits the time for which a reader holds a lock."""
+"""Number of rows per query. A small number limits the time for which a reader holds a lock."""
 
 _SQLITE_ERRORS = sqlite3.Error, UnicodeDecodeError
 """Errors that reading the database can raise; UnicodeDecodeError if SQLite's text is damaged."""
@@ -151,7 +152,7 @@ class Trained(Record, tag="trained"):
     staleness: dict[int, int]
     """Number of trained tokens by staleness."""
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """Numbers of remaining tokens of each group in which stale tokens were masked.
+    """For each group with masked stale tokens, the numbers of remaining tokens.
 
     A group has one number for each remaining version.
     """
@@ -249,7 +250,7 @@ class Operated(Record, tag="operated"):
 
     step: int
     by: str
-    """The operator's name, as the operator stated it."""
+    """The name that the operator stated."""
     act: str
     subject: str
     """The node or the key of a setting; empty for the run."""
@@ -303,7 +304,7 @@ class LedgerQueue(ABC):
     """A queue of records and groups, and the interface of its storage.
 
     `append` and `store` only fill the queue and may be called in the event loop. The other methods
-    access the disk, one at a time. So only threads that may wait for the disk call them.
+    access the disk, one at a time, so only threads that may wait for the disk call these methods.
     """
 
     def __init__(self, run_dir: Path, *, spool_bytes: float) -> None:
@@ -436,7 +437,7 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def delete_again(self, paths: Iterable[str]) -> None:
-        """Delete the group files among `paths`, except those with loaded or held groups.
+        """Delete the group files among `paths`, except files with loaded or held groups.
 
         `paths` come from `removed` records. A crash may have prevented the deletion.
         """
@@ -681,11 +682,11 @@ class Ledger(LedgerQueue):
     # --- removal ---------------------------------------------------------------------------------
 
     def group_files(self) -> dict[str, float]:
-        """Return path -> step of each group file that is no longer written to, oldest first.
+        """Return path -> step of each complete group file, oldest first.
 
-        The path is relative to the run's directory. A resume from a checkpoint before the step
-        needs the file. A step of inf means that a group of the file has not ended. The step of
-        retired files is 0.
+        Only a resume from a checkpoint before this step needs the file. The step is inf while a
+        group of the file has not ended, and 0 for retired files. Paths are relative to the run's
+        directory.
         """
         with self._write_lock:
             steps = dict.fromkeys(self._kept, 0.0)
@@ -709,7 +710,7 @@ class Ledger(LedgerQueue):
                 self._delete(path)
 
     def delete_again(self, paths: Iterable[str]) -> None:
-        """Delete the group files among `paths`, except those with loaded or held groups."""
+        """Delete the group files among `paths`, except files with loaded or held groups."""
         with self._write_lock, _named(self.run_dir):
             there = {f"{GROUPS}/{path.name}" for path in self._group_files()}
             for path in there.intersection(paths):
@@ -1032,7 +1033,9 @@ class LedgerState:
     granted: dict[int, dict[int, str]] = field(default_factory=dict)
     """Granted groups that were neither accepted nor discarded: group id -> attempt -> worker."""
     waiting: dict[int, Place] = field(default_factory=dict)
-    """Accepted groups that were neither trained nor discarded, with the places of their bytes."""
+    """Accepted groups that were neither trained nor discarded: group id -> place of the group's
+    bytes.
+    """
     trained: dict[int, tuple[int, Place]] = field(default_factory=dict)
     """Accepted groups that were trained: group id -> step, and the place of the group's bytes."""
     staleness_tokens: dict[int, int] = field(default_factory=dict)
@@ -1214,7 +1217,7 @@ class StoredGroup(NamedTuple):
 
     @property
     def end(self) -> str:
-        """Text on how the group ended; "not trained yet" if it has not ended."""
+        """Text on how the group ended; "not trained yet" if the group has not ended."""
         if self.step is not None:
             return f"trained in step {self.step}"
         return f"discarded: {self.discarded}" if self.discarded else "not trained yet"

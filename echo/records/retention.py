@@ -3,9 +3,9 @@
 The first choice are files that no resume needs: retired group files and images of older versions.
 The next choice are the oldest checkpoints, each with the group files that only a resume from this
 checkpoint needs. The newest and the best checkpoint must stay, even if the directory then exceeds
-the bound. Group files must stay if a resume from a checkpoint newer than the removed checkpoints
-needs them. Other files (ledger, metrics, logs, exported weights) count towards the bound and are
-never removed.
+the bound. A group file must stay, too, if a resume from a checkpoint newer than all removed
+checkpoints needs this file. Other files (ledger, metrics, logs, exported weights) count towards the
+bound and are never removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StoredCheckpoint:
     must_stay: bool
     """Whether this checkpoint is the newest or the best, or is being evaluated."""
     keeps_groups: bool
-    """Whether the groups that a resume from this checkpoint trains are kept."""
+    """Whether to keep the groups that a resume from this checkpoint would train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Holdings:
 def plan_removals(held: Holdings, *, max_bytes: int) -> list[str]:
     """Return the paths to remove, in order, so that at most `max_bytes` remain.
 
-    If the files that must stay exceed `max_bytes`, return all others.
+    If the files that must stay exceed `max_bytes`, return all other paths.
     """
     excess = held.num_bytes - max_bytes
     chosen: list[str] = []

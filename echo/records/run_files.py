@@ -3,7 +3,7 @@
 If a crash has cut off the last line of metrics.jsonl, this line is left out. Any other damage is an
 error that names the line. Rows of steps that a resume has abandoned are left out.
 
-A worker's rate is its completion tokens divided by the time in which it held at least one group. A
+A worker's rate is its completion tokens divided by the time for which the worker held a group. A
 worker holds a group from the grant to the acceptance. Time without a lease does not lower the rate.
 """
 
@@ -39,7 +39,7 @@ class Evaluation:
     greedy: float
     """Mean reward of answers decoded greedily."""
     num_errors: int = 0
-    """Number of answers whose reward failed; they count as 0."""
+    """Number of answers whose reward failed; these rewards count as 0."""
     is_rate: bool = True
     """Whether every reward was 0 or 1, so that the means are pass rates."""
 
@@ -54,7 +54,7 @@ class MetricsHistory:
     explained: tuple[MetricsRow, ...] = ()
     """Rows that explain why the learner or its workers waited; some were written during a wait."""
     broadcast_bytes: float = 0
-    """Sum of `broadcast/bytes` of all rows, those of abandoned steps included."""
+    """Sum of `broadcast/bytes` of all rows, including rows of abandoned steps."""
     times: tuple[float, ...] = ()
     """Unix seconds of all rows, in the order in which they were written."""
     counts: Mapping[str, float] = field(default_factory=dict)
