@@ -42,22 +42,22 @@ class AcceptedConnections:
     """The connections that libzmq has accepted, with two limits that libzmq lacks.
 
     **Strangers** are connections over which no message has arrived. libzmq accepts every
-    connection, and each takes a descriptor, which the node needs for its files and links. So at
-    most `max_strangers` stay open, and the oldest is closed first. A node of the run sends its
-    first message within a few round trips. So its connection is closed only if `max_strangers`
-    newer connections arrive before that message.
+    connection. Each connection takes a descriptor, and the node needs descriptors for its files and
+    links. So at most `max_strangers` stay open, and the oldest is closed first. A node of the run
+    sends its first message within a few round trips. So a node's connection is closed only if
+    `max_strangers` newer connections arrive before that message.
 
     **Unfinished messages.** libzmq reports a message when its last frame has arrived. libzmq limits
     the size of a frame but not the number of frames, so it would store an endless message. The
-    kernel counts the bytes of each connection. A connection is closed if it has received more than
-    its limit since its last whole message. The limit is `max_message_bytes` for a node and
+    kernel counts the bytes of each connection. A connection is closed if more bytes than its limit
+    have arrived since its last whole message. The limit is `max_message_bytes` for a node and
     MAX_GUEST_BYTES for a guest. If guests are admitted, a stranger has a guest's limit. The limit
     works only on Linux, because other kernels do not report the count.
 
-    libzmq owns the descriptors. It reports the end of a connection before it closes the descriptor.
-    So when all events have been read, the descriptor's number still belongs to the added
-    connection. The number may be reused in the few microseconds after that. This does no harm:
-    `shutdown` fails on a file, and if it ends another link, this link is dialled again.
+    libzmq owns the descriptors. libzmq reports the end of a connection before it closes the
+    descriptor. So when all events have been read, the descriptor's number still belongs to the
+    added connection. The number may be reused in the few microseconds after that. This does no
+    harm: `shutdown` fails on a file, and a link that `shutdown` ends is dialled again.
     """
 
     def __init__(self, max_strangers: int, max_message_bytes: int, *, has_guests: bool) -> None:

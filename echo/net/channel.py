@@ -31,8 +31,8 @@ from echo.net.transport import (
 BULK_ASK = b"\0bulk?"
 BULK_OFFER = b"\0bulk!"
 BULK_PORT_OFFSET = 1000
-"""The bulk port is the listener's own port plus this number; if that port is taken, the bulk port
-is any free port.
+"""The bulk port is the listener's own port plus this number. If that port is taken, any free port
+is used.
 """
 TOKEN_BYTES = 16
 
@@ -244,8 +244,8 @@ class ZmqChannel:
     def has_whole_message(self) -> bool:
         """Return whether a whole message can be received now.
 
-        This call reads EVENTS, which may consume a wake-up of the loop (`zmq.py`). So it also
-        schedules a call of `check`.
+        This call reads EVENTS, which may consume a wake-up of the loop (`zmq.py`). So the call also
+        schedules `check`.
         """
         self.check_soon()  # reading EVENTS may consume the edge
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
@@ -263,7 +263,7 @@ class ZmqChannel:
             self._loop.call_soon(self.check)
 
     def read_news(self, at_most: int | None = None) -> bool:
-        """Report at most `at_most` events of connections; return whether none remain."""
+        """Report up to `at_most` events of connections; return whether all were reported."""
         for _ in itertools.count() if at_most is None else range(at_most):
             if self._monitor.closed:
                 return True
@@ -276,7 +276,7 @@ class ZmqChannel:
         return False
 
     def _read_some_news(self) -> None:
-        """Read NEWS_PER_TURN events of connections now, and the others in later turns.
+        """Read NEWS_PER_TURN events of connections now, and the remaining events later.
 
         So a flood of events does not block the loop.
         """
@@ -293,7 +293,7 @@ class ZmqChannel:
     def receive(self) -> tuple[bytes, list[Frame]] | None:
         """Return the next message's identity and frames; None if no message remains.
 
-        After None was returned, the next message wakes the loop.
+        If None is returned, the next message wakes the loop.
         """
         try:
             parts = [self.socket.recv(_AT_ONCE, copy=False)]
@@ -321,7 +321,7 @@ class ZmqChannel:
         """Return the name under which the connection of the last message was admitted.
 
         For a bulk connection, the name is the id of the peer whose token opened the connection. For
-        a guest, it is the name of the guest's key. For any other connection, it is "".
+        a guest, the name is that of the guest's key. For any other connection, the name is "".
         """
         try:
             return "" if self._first_part is None else str(self._first_part.get("User-Id"))

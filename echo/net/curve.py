@@ -16,7 +16,7 @@ not trust guests, and accepts only small messages from guests.
 
 A worker makes a new server key at each start, because other nodes learn its address only from
 plans. The address of a relay is written into configurations. So a relay's key is derived from the
-secret. Then the run's join string is enough on every machine, and it stays valid when the relay
+secret. Then the run's join string is enough on every machine, and stays valid when the relay
 restarts. As a consequence, any node of the run can pose as a relay if it also takes over the
 relay's address. No node can pose as the learner or change signed data, because the join string has
 the fingerprint of the learner's key.
@@ -35,8 +35,8 @@ from echo.net.transport import parse_address, parse_key, without_key
 
 KEY_BYTES = 32
 SECRET_BYTES = 16
-"""Number of bytes of the secret. It is as strong as the curve, and takes 22 letters in a join
-string.
+"""Number of bytes of the secret. The secret is as strong as the curve, and takes 22 letters in a
+join string.
 """
 
 

@@ -79,7 +79,7 @@ class BulkChannel:
 
 
 class DialledLink:
-    """A link to an address, which is redialled after every loss until it is closed."""
+    """A link to an address. The address is redialled after every loss until the link is closed."""
 
     def __init__(
         self, host: DiallerHost, peer: PeerId, address: str, *, has_bulk: bool = False
@@ -163,8 +163,8 @@ class DialledLink:
     def _open_bulk(self, offer: list[Frame]) -> None:
         """Open a bulk connection to the offered port.
 
-        After the first offer, more bulk connections are requested if the link has a long round-trip
-        time. Each connection has its own token, so another machine that reads the token cannot use
+        If the link has a long round-trip time, more bulk connections are requested after the first
+        offer. Each connection has its own token, so another machine that reads the token cannot use
         it again.
         """
         try:

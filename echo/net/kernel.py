@@ -39,7 +39,7 @@ links.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFacts:
-    """The kernel's settings of TCP; None for a setting that the system does not report."""
+    """The kernel's TCP settings; None for a setting that the system does not report."""
 
     congestion_control: str | None = None
     """The congestion control algorithm that new sockets use."""
@@ -53,7 +53,7 @@ _SYSCTLS = Path("/proc/sys/net/ipv4")
 
 
 def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
-    """Return the kernel's settings of TCP; all are None on systems other than Linux."""
+    """Return the kernel's TCP settings. On other systems than Linux, all are None."""
     available = _read(sysctls / "tcp_available_congestion_control")
     default = _read(sysctls / "tcp_congestion_control")
     return KernelFacts(
@@ -118,7 +118,8 @@ def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
     """Raise the limit of open files to `wanted`, if permitted; return the new limit.
 
     If `wanted` is not permitted, the limit is raised as far as permitted. Every link takes
-    descriptors. The usual soft limit of 1024 is for programs that use `select`, and Echo does not.
+    descriptors. The usual soft limit of 1024 is for programs that use `select`. Echo does not use
+    `select`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -2,8 +2,9 @@
 
 A socket is bound first and listens later. So a node can take its address before it opens its files,
 and strangers cannot use up the descriptors that these files need. Loading a model takes minutes.
-Meanwhile a second learner may start on the same port. Linux lets both bind the port until one of
-them listens. So a bound socket listens for an instant and then stops sharing its port (`_hold`).
+Meanwhile a second learner may start on the same port. Linux lets several sockets bind the port
+until one socket listens. So a bound socket listens for an instant and then stops sharing its port
+(`_hold`).
 
 The socket is made here and passed to libzmq, so that its congestion control can be chosen. Accepted
 connections inherit the choice. The choice applies to the bytes that the listening side sends: a
@@ -209,7 +210,7 @@ class Listener:
         return False
 
     def _take(self, inbound: Inbound, frames: list[Frame], burst: Burst) -> None:
-        """Answer an inbound peer's bulk request, or add its message to the burst."""
+        """Answer an inbound peer's bulk request, or add the peer's message to the burst."""
         if frames == [BULK_ASK] and not inbound.user:
             self._host.offer_bulk(inbound)
         else:

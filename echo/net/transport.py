@@ -15,7 +15,7 @@ Every implementation guarantees the following, and the contract tests check it:
 
 * Between `Connected` and `Disconnected` messages arrive whole, once and in order. Messages that
   have not arrived when a connection breaks are lost. So the protocol above uses acknowledgements.
-* Messages that a peer sent before it closed are received before its `Disconnected`.
+* Messages that a peer sent before closing are received before its `Disconnected`.
 * The dialling side sends the first message: an inbound peer becomes known with its first message.
 * A link may have **bulk connections** beside it, without encryption. Messages over bulk connections
   (`is_public`) arrive in any order, also relative to messages over the link. If a bulk connection
@@ -177,7 +177,7 @@ class TransportStats:
     """Connections that were closed before their first message, because of too many newer
     connections."""
     public_messages_in: int = 0
-    """Messages received over bulk connections; they are included in `messages_in`."""
+    """Messages received over bulk connections, which `messages_in` includes."""
     refused_clients: int = 0
     """Connections that use this protocol, but not the run's secret."""
 
@@ -217,8 +217,9 @@ class Transport(abc.ABC):
             has_bulk: whether to ask the other side for a bulk connection, if links are encrypted.
 
         Raises:
-            TransportError: if the address has another form, if it has a key but this transport does
-                not encrypt, or if this transport encrypts but has no key for the address.
+            TransportError: if the address has another form, if the address has a key but this
+                transport does not encrypt, or if this transport encrypts but has no key for the
+                address.
         """
 
     @abc.abstractmethod
@@ -245,7 +246,7 @@ class Transport(abc.ABC):
         Args:
             peer: the peer that is to receive the message.
             frames: the frames of the message.
-            is_public: whether any machine may read the message, so that it may use a bulk
+            is_public: whether any machine may read the message. If so, the message may use a bulk
                 connection.
 
         Returns:

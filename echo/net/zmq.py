@@ -12,7 +12,7 @@ shares one channel among all inbound peers, and `admission.py` limits these peer
 
 **One connection, one channel, one identity.** libzmq would mix the messages of two connections in
 one pipe. So a dialled link opens a new channel for each attempt, and libzmq's own reconnection is
-off. ZMQ_IMMEDIATE stays 0. If it were 1, messages that a peer sent just before it closed would be
+off. ZMQ_IMMEDIATE stays 0. With 1, messages that a peer sent just before closing would be
 discarded. The end of a connection is reported only after its channel has been drained, so the last
 messages are received before the end. The ROUTER names each inbound connection itself, because no
 routing id is sent. So a node that reconnects after a half-open connection is a new peer, and is not
@@ -20,13 +20,13 @@ refused as a duplicate. libzmq reports the end of an inbound connection by its d
 peer's descriptor is read with its first message. libzmq reports this end before it closes the
 descriptor. So the number of a descriptor never belongs to two peers at once.
 
-**Backpressure: bytes are counted by what libzmq has released.** A ROUTER does not report how many
-bytes wait for one peer. The high-water mark of a ROUTER counts messages. Without ROUTER_MANDATORY,
-the ROUTER drops messages silently. So sends have no high-water mark. Instead pyzmq's tracker of a
-zero-copy frame reports that libzmq has passed the frame to the kernel. A connection sends in order,
-so one tracker covers all frames before it. The count is exact, needs no acknowledgements on the
-wire, and is cheap, because one tracker per 64 KiB is enough. If the receiving side stops reading
-(RCVHWM), TCP fills, trackers stay open, and `send` returns False.
+**Backpressure: the count of unsent bytes comes from the frames that libzmq has released.** A ROUTER
+does not report how many bytes wait for one peer. The high-water mark of a ROUTER counts messages.
+Without ROUTER_MANDATORY, the ROUTER drops messages silently. So sends have no high-water mark.
+Instead pyzmq's tracker of a zero-copy frame reports that libzmq has passed the frame to the kernel.
+A connection sends in order, so one tracker covers all frames before it. The count is exact, needs
+no acknowledgements on the wire, and is cheap, because one tracker per 64 KiB is enough. If the
+receiving side stops reading (RCVHWM), TCP fills, trackers stay open, and `send` returns False.
 
 **Sockets are drained raw, on the loop.** A reader callback only marks a socket as readable.
 `receive` takes messages until EAGAIN or the end of its budget, and yields to the loop before it
@@ -55,11 +55,11 @@ A token is valid for one connection of one link, and expires with the link. With
 handshake fails. During the handshake libzmq reads at most 256 bytes at a time and buffers nothing.
 The same bounds on strangers hold as on the link's own port. Only the empty message is accepted from
 a dialler. A dialler marks messages over a bulk connection `is_public`, because another machine may
-have made them. If a bulk connection cannot be opened (a firewall blocks its port), all messages use
-the link. If a bulk connection ends, the link is dialled again.
+have made these messages. If a bulk connection cannot be opened (a firewall blocks its port), all
+messages use the link. If a bulk connection ends, the link is dialled again.
 
-**Heartbeats** are those of ZMTP. A thread of libzmq answers them, so a node with a busy loop does
-not look dead.
+**Heartbeats** are those of ZMTP. A thread of libzmq answers heartbeats, so a node with a busy loop
+does not look dead.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ZmqTransport(Transport):
     Args:
         listen_address: tcp://host:port to bind, with port 0 for any free port; None to dial only.
         options: bounds and timings.
-        keys: keys of this process; None to encrypt nothing.
+        keys: keys of this process; None if links are not encrypted.
         congestion_control: algorithm of inbound connections; None for the system's default.
     """
 
