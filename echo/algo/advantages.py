@@ -21,11 +21,12 @@ def group_advantages(
     leave_one_out: bool = False,
     value_beta: float | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Return each rollout's advantage: its reward less the mean reward of its group.
+    """Return each rollout's advantage: its reward minus the mean reward of its group.
 
-    For rewards r, A_ng = r_ng - mean_g(r_n). If normalised, A is divided by std_g(r_n) + 1e-4, with
-    the unbiased std. With leave-one-out, the mean is over the other rollouts, which multiplies A by
-    G / (G - 1). If all rewards of a group are equal, A is exactly 0.
+    Rollout g of group n, with the reward r_ng, has the advantage A_ng = r_ng - mean_g(r_n). If
+    normalised, A is divided by std_g(r_n) + 1e-4, with the unbiased standard deviation std. With
+    leave-one-out, the mean is over the other rollouts. This multiplies A by G / (G - 1). If all
+    rewards of a group are equal, A is exactly 0.
 
     With value_beta b, the baseline is V_n = b ln mean_g exp(r_ng / b) instead of the mean. V is
     between the mean (b large) and the largest reward (b near 0), and estimates the best value of

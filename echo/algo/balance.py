@@ -34,10 +34,10 @@ def balanced_rounds(
     cut.
 
     Args:
-        lengths: tokens of each row, >= 1.
+        lengths: number of tokens of each row, >= 1.
         work: work of each row, in any unit, > 0.
         max_tokens: bound on the tokens of a micro-batch, inclusive.
-        num_ranks: micro-batches in a round.
+        num_ranks: number of micro-batches in a round.
         group_index: group of each row, to keep groups whole; None for no groups.
 
     Returns:

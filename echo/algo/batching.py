@@ -13,7 +13,7 @@ A packed row has several rollouts one after the other. The model must keep the r
 completions. A packed row may be filled to one of a few sizes, with tokens that attend only to
 themselves.
 
-Only the model's input differs. A loss gets the same [B, T] tensors.
+For both kinds of rows, a loss gets the same [B, T] tensors.
 
 A rollout may have several chains, which branch from common tokens (core/chains.py). A packed row
 has each piece of such a rollout once, and a piece attends to the earlier tokens of its chain. In
@@ -120,7 +120,7 @@ class TrainingRow:
 def _num_inputs(tree: Tree, piece: Piece) -> int:
     """Return the number of tokens of a piece that go through the model.
 
-    The last token of a piece is excluded if no other piece follows, because it predicts no token.
+    If no other piece follows, the last token is excluded, because it predicts no token.
     """
     return piece.end - piece.start - (not tree.is_continued(piece))
 
@@ -438,11 +438,12 @@ def pack_micro_batches(
 
     Args:
         lengths: number of tokens of each row, including the row's own padding, >= 1.
-        max_tokens: bound on a micro-batch's number of rows times its longest row, inclusive.
+        max_tokens: largest product of a micro-batch's number of rows and its longest row.
         counts: for each row, its number of padded rows (one for each chain); None for one padded
             row each.
         group_index: group of each row, to keep groups whole; None for no groups.
-        by_powers: whether each micro-batch has a power of two of rows; ignored with `group_index`.
+        by_powers: whether the number of rows of each micro-batch is a power of two; ignored with
+            `group_index`.
 
     Returns:
         The row indices of each micro-batch. Each index occurs exactly once.
@@ -633,7 +634,7 @@ def _all_ids(sample: TrainingRow) -> npt.NDArray[np.int32]:
 
 
 def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
-    """Join neighbouring runs where one run ends and the next run begins at the same place."""
+    """Join runs that are adjacent in the row."""
     joined: list[tuple[int, int]] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:

@@ -46,7 +46,7 @@ def importance_weights(
     sequence_mis  prod_t r_t where <= cap          else 0 for the whole rollout
 
     Args:
-        log_ratio: [B, T] log(proximal / sampler), nats.
+        log_ratio: [B, T] log r_t = log(proximal / sampler) of each token t, nats.
         mask: [B, T] bool, trained tokens.
         kind: one of the four kinds above.
         cap: upper bound, > 0.
@@ -85,8 +85,8 @@ class RolloutMasks:
     arXiv:2512.02556.
     Differs from the paper: nothing. The divergence of OPSM (opsm) is to the policy that sampled.
     Limits: the usual geometric bounds (.99 to 1.01) only allow for differences in rounding. Under
-    staleness they would drop nearly every rollout, so the geometric mask is off by default. The
-    veto drops long rollouts more often than short rollouts, because one token is enough.
+    staleness these bounds would drop nearly every rollout, so the geometric mask is off by default.
+    The veto drops long rollouts more often than short rollouts, because one token is enough.
     """
 
     geometric_low: float | None = None

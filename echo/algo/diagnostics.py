@@ -123,7 +123,7 @@ class GroupStats:
     num_all_wrong: int = 0
     """Number of groups whose rewards are all equal, and 0 or less."""
     num_unscored: int = 0
-    """Number of groups with fewer than two rewards. They count in no other sum."""
+    """Number of groups with fewer than two rewards. Such groups count in no other sum."""
     part_sums: Mapping[str, float] = field(default_factory=dict)
     """Sum of each part of rewards, by the part's name."""
     part_counts: Mapping[str, int] = field(default_factory=dict)

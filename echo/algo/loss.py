@@ -2,8 +2,8 @@
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch (the
 normaliser). So the gradient does not depend on the division into micro-batches. A rollout with an
-advantage of 0 counts only in the normaliser, and is left out of micro-batches if the loss has no
-other gradient for it. A loss declares further inputs in `needs`, and the caller provides these
+advantage of 0 counts only in the normaliser. If the loss has no other gradient, such rollouts are
+left out of micro-batches. A loss declares further inputs in `needs`, and the caller provides these
 inputs.
 
 Every loss corrects staleness by the ratio of learner to sampler. Only `losses.DecoupledPpoLoss`
@@ -33,7 +33,9 @@ class LossNeeds:
     """Inputs that a loss needs in addition to the common inputs."""
 
     every_rollout: bool = False
-    """Whether the loss also needs rollouts with an advantage of 0, because they have a gradient."""
+    """Whether the loss has a gradient for rollouts with an advantage of 0, and so needs these
+    rollouts.
+    """
     whole_groups: bool = False
     """Whether all rollouts of a group must be in one micro-batch. A large group may then exceed the
     limit of tokens and take more memory.
@@ -43,8 +45,8 @@ class LossNeeds:
     out.
     """
     batch_scores: bool = False
-    """Whether `LossInputs.batch_scores` is needed. The scores come from a first pass over the batch
-    without gradient, which adds a third to the time of the passes.
+    """Whether `LossInputs.batch_scores` is needed. This costs a first pass over the batch without
+    gradient: a third more time for passes.
     """
     proximal_logprobs: bool = False
     """Whether `LossInputs.proximal_logprobs` is needed. If a step makes several updates, this costs
@@ -176,7 +178,7 @@ Loss = Callable[[LossInputs], LossOutput]
 
 
 def needs_of(loss: Loss) -> LossNeeds:
-    """Return the `needs` of a loss, or `LossNeeds()` if it has none."""
+    """Return the `needs` of a loss; `LossNeeds()` for a loss without `needs`."""
     needs: LossNeeds = getattr(loss, "needs", LossNeeds())
     return needs
 
@@ -207,7 +209,7 @@ def masked_log_ratio(inputs: LossInputs) -> Tensor:
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of the values of each row where `mask` is True, [B] from [B, T].
 
-    The mean is 0 if `mask` is True nowhere in the row.
+    The mean of a row without True in `mask` is 0.
     """
     return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 

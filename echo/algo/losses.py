@@ -282,8 +282,9 @@ def loglinear_logprobs(
 ) -> Tensor:
     """Estimate log-probabilities under the version one step before the learner's, [B, T].
 
-    log prox = log mu + a (log pi - log mu), a = clip((s - 1) / s, 0, 1), 0 for s <= 0. The estimate
-    assumes that the policy has moved evenly, in log space, over the s steps. It has no gradient.
+    log prox = log mu + a (log pi - log mu), with a = clip((s - 1) / s, 0, 1), and a = 0 for s <= 0.
+    The estimate has no gradient, and assumes that the policy has moved evenly, in log space, over
+    the s steps.
 
     Args:
         learner_logprobs: [B, T] nats under the learner's policy, pi.
@@ -410,14 +411,14 @@ The tail is all ids except the likely ids. rho is the sampler's probability of t
 the learner's.
 """
 MAX_TAIL_RATIO = 100.0
-"""Largest value of rho."""
+"""Largest value of rho, the sampler's probability of the tail divided by the learner's."""
 
 
 def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
     """Return rho of each token, [B, T], without gradient.
 
-    rho is the sampler's probability of the tail (all ids except the likely ids) divided by the
-    learner's probability of the tail. If the latter is below MIN_TAIL, rho is 1.
+    The tail is all ids except the likely ids. rho is the sampler's probability of the tail divided
+    by the learner's. If the learner's probability is below MIN_TAIL, rho is 1.
     """
     learner, sampler = (
         (1.0 - likely.sum(logprobs.detach().exp(), shape)).clamp(min=0.0)
@@ -473,8 +474,9 @@ def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> T
 class CispoLoss:
     """The policy gradient under clipped importance weights.
 
-    l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t);  loss = sum_t l_t / num_tokens, with sg the
-    stop-gradient. Every token has a gradient.
+    With the ratio r_t = pi(t) / mu(t) of learner to sampler, the advantage A, and the stop-gradient
+    sg: l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t); loss = sum_t l_t / num_tokens. Every
+    token has a gradient.
 
     Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
     Differs from the paper: the ratio is to the sampler; no KL term; |log r| is limited to 20.
@@ -487,7 +489,7 @@ class CispoLoss:
     paper.
     """
     clip_high: float | None = 4.0
-    """The weight is at most 1 + clip_high, >= 0; None for no bound."""
+    """The weight is at most 1 + clip_high. `clip_high` is >= 0; None for no bound."""
     score_centering: int = 0
     """Number of likely ids at each token that score centering uses; 0 for no score centering. The
     comment "score centering" above has the equations.
@@ -525,9 +527,10 @@ class CispoLoss:
 class DppoTvLoss:
     """A trust region on the change of a token's probability, not on its ratio.
 
-    keep_t = 0 if (A > 0 and pi - mu > gap) or (A < 0 and mu - pi > gap), otherwise 1; l_t = -keep_t
-    r_t A + c (log r_t)^2; loss = sum_t l_t / num_tokens. |pi - mu| is the total variation between
-    the two policies if all other tokens are merged into one.
+    With a token's probability pi under the learner and mu under the sampler, r_t = pi / mu, and the
+    advantage A: keep_t = 0 if (A > 0 and pi - mu > gap) or (A < 0 and mu - pi > gap), otherwise 1;
+    l_t = -keep_t r_t A + c (log r_t)^2; loss = sum_t l_t / num_tokens. |pi - mu| is the total
+    variation between the two policies if all other tokens are merged into one.
 
     Source: DPPO (binary TV), arXiv:2602.04879; the term in (log r)^2: prime-rl, after Kimi-K2.5,
     arXiv:2602.02276.
@@ -566,9 +569,10 @@ class DppoTvLoss:
 class SapoLoss:
     """A smooth gate on the ratio in place of the clip.
 
-    f(r) = (4 / tau) sigmoid(tau (r - 1)); l_t = -f(r_t) A, with tau by the sign of A; loss = mean
-    over rollouts of the mean over their tokens. The slope df/dr is 1 at r = 1, so the on-policy
-    gradient is the policy gradient. The slope falls on both sides of r = 1 but never reaches 0.
+    With the ratio r_t of learner to sampler and the advantage A: f(r) = (4 / tau) sigmoid(tau (r -
+    1)); l_t = -f(r_t) A, with tau by the sign of A; loss = mean over rollouts of the mean over
+    their tokens. The slope df/dr is 1 at r = 1, so the on-policy gradient is the policy gradient.
+    The slope falls on both sides of r = 1 but never reaches 0.
 
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     Differs from the paper: the ratio is to the sampler; |log r| is limited to 20.
@@ -631,9 +635,9 @@ def second_moment_limit(moments: Tensor, max_second_moment: float) -> Tensor:
 class M2poLoss:
     """A bound on the second moment of a batch's log-ratios.
 
-    PPO could clip tokens with A > 0 and r > 1, or with A < 0 and r < 1. Of these tokens, the loss
-    masks the tokens with the largest (log r)^2, until the mean over the remaining tokens is at most
-    the bound.
+    Let r be a token's ratio of learner to sampler, and A its advantage. PPO could clip tokens with
+    A > 0 and r > 1, or with A < 0 and r < 1. Of these tokens, the loss masks the tokens with the
+    largest (log r)^2, until the mean over the remaining tokens is at most the bound.
 
     l_t = -r_t A for the tokens that remain;  loss = sum_t l_t / num_tokens.
 
@@ -672,7 +676,7 @@ class M2poLoss:
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return the number of trained tokens in clipped rollouts, by clip.
+    """Return, for each clip by name, the number of trained tokens in clipped rollouts.
 
     Each of `clips` is [B] bool, True for a clipped rollout. `mask` is [B, T].
     """
@@ -737,11 +741,10 @@ class GspoLoss:
 class OaplLoss:
     """Regression of a rollout's log-ratio on its advantage.
 
-    R_i = sum_t ln(pi(t) / mu(t)); loss = sum_i (beta R_i - A_i)^2 / num_rollouts, with A_i = r_i -
-    V and V = b ln mean exp(r / b) over the group, b = baseline_beta (advantages.py). For the policy
-    that maximises reward - beta KL(pi || mu), beta R = r - V* on every rollout, where V* is the
-    best value. So this policy minimises the loss for rollouts of any policy. There is no importance
-    weight and no clip.
+    For rollout i with the reward r_i, R_i = sum_t ln(pi(t) / mu(t)), learner over sampler, and A_i
+    = r_i - V, where V = b ln mean exp(r / b) over the group and b = baseline_beta (advantages.py);
+    loss = sum_i (beta R_i - A_i)^2 / num_rollouts. The policy that maximises reward - beta KL(pi ||
+    mu) minimises this loss, for rollouts of any policy. There is no importance weight and no clip.
 
     Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3; formula and constants
     as quoted in two forks of NeMo RL.
@@ -829,7 +832,7 @@ class GepoLoss:
     gate_kl > 0 is GEPO+: if KL_i is below the gate, w_i is p_i / q_i as in GSPO. For so small a KL,
     E would add bias and hardly reduce the variance. The gate has no gradient.
 
-    Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: its code.
+    Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: the authors' code.
     Differs from the paper: the expectation is over the group, not over a random mixed micro-batch.
     Groups that lost a member are left out. k3 is limited. The KL term is off by default (the
     paper's best coefficient is .005). |log w| is limited to 20.

@@ -20,16 +20,16 @@ average.
 """
 
 MAX_FILLED = 0.028
-"""Largest share of filling in a run's packed rows."""
+"""Largest share of filling in the tokens of a run's packed rows."""
 
 MAX_REUSED = 0.025
-"""Largest share of filling with which a row may reuse the size of an earlier row. The difference to
-MAX_FILLED is for rows of new sizes.
+"""Largest share of filling in the run's tokens for which a row reuses an earlier size. It is below
+MAX_FILLED, so that rows of new sizes can be filled too.
 """
 
 NUM_CREDITED = 4
-"""Number of later full rows of the same size that the share of filling assumes. Without this
-number, a run's first row would have to be nearly full.
+"""Number of full rows of the same size that are assumed to follow when the share of filling is
+computed. Otherwise a run's first row would have to be nearly full.
 """
 
 LONG_TOKENS = 4096
@@ -44,7 +44,7 @@ MAX_LENGTHENED of their length.
 """
 
 MAX_LENGTHENED = 0.1
-"""Largest share of its length by which a short padded row may be lengthened."""
+"""Largest lengthening of a short padded row, as a share of the row's length."""
 
 Fills = Literal["nothing", "rows", "widths"]
 """The rows to fill. "rows", for a CPU: packed and padded rows are filled. "widths", for a GPU:

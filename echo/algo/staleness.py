@@ -1,7 +1,8 @@
 """The adaptive staleness bound, raised and lowered by the signals of each step.
 
-Each step reports three signals of the distance between sampler and learner, which are smoothed. One
-bad signal lowers the bound. The bound may rise only if all signals are good:
+Each step reports three signals of the distance between sampler and learner: the effective sample
+size (ess), the mismatch (mismatch_kl), and the share of clipped tokens (clip_ratio). The signals
+are smoothed. One bad signal lowers the bound. The bound may rise only if all signals are good:
 
   too high        ess < ess_low, or mismatch_kl > kl_high, or clip_ratio > clip_high
   may rise        ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
@@ -115,7 +116,7 @@ class StalenessController:
         self._smoothed[name] = weight * self._smoothed.get(name, 0.0) + (1.0 - weight) * value
 
     def _excess(self) -> tuple[float, str]:
-        """Return the worst signal as a multiple of its limit, and its description."""
+        """Return (worst signal as a multiple of its limit, description of the signal)."""
         settings, smoothed = self.settings, self._smoothed
         # This is 0 at ess = 1: like the other two signals, it is 0 if sampler and learner agree.
         loss = 1.0 - smoothed.get("ess", 1.0)

@@ -12,8 +12,9 @@ torchao's AdamW8bit. So states of torchao can be continued with equal results.
     w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 
 Here m is the mean of gradients g, v the mean of their squares, w the weights, lr the learning rate,
-decay the weight decay, and t the step. The weights are updated with the unrounded moments. There
-are two backends: Triton on a GPU, with one launch per tensor, and torch on any device.
+decay the weight decay, t the step, and beta1, beta2 and eps AdamW's constants. The weights are
+updated with the unrounded moments. There are two backends: Triton on a GPU, with one launch per
+tensor, and torch on any device.
 """
 
 from __future__ import annotations

@@ -97,17 +97,16 @@ class Scores:
     logprobs: Tensor
     """Log-probability of the row's id, nats."""
     entropies: Tensor | None
-    """Entropy of the row's distribution, nats; None unless `forward` was called with
-    `with_entropy`.
+    """Entropy of the row's distribution, nats; None if `forward` was called without `with_entropy`.
     """
     peak: Tensor
     """Largest logit of the row, divided by the temperature. The backend chooses the unit."""
     total: Tensor
     """For each row, the sum over the vocabulary of exp(logit / temperature - peak)."""
     terms: PolicyTerms | None
-    """Terms of the policy loss; None unless policy rows were given."""
+    """Terms of the policy loss; None if `forward` got no policy rows."""
     set_logprobs: Tensor | None = None
-    """[M] log-probabilities of the sets' ids, nats; None unless sets were given."""
+    """[M] log-probabilities of the sets' ids, nats; None if `forward` got no sets."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

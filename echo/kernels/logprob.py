@@ -10,7 +10,7 @@ Numerics:
   bfloat16 logits would be as large as the clip range of GSPO.
 - Columns that pad the vocabulary to a multiple of a tile do not count.
 - Each row of the weight's gradient is written once, from one float32 sum.
-- On a CPU, rows with a gradient of zero (clipped tokens) are dropped before the backward, which is
+- On a CPU, rows with a gradient of zero (clipped tokens) are dropped before the backward. This is
   exact. On a GPU these rows are kept, since the host would wait for their number.
 
 The host never waits for a GPU here. An id outside of the vocabulary raises a `ValueError` on a CPU.
@@ -411,8 +411,8 @@ def _reduced(values: Tensor, sizes: Tensor, reduce: Literal["max", "sum"]) -> Te
 
 
 MAX_LACKING_MASS = 1.0 - 1e-6
-"""Largest total probability of a row's excluded ids. Above it, float32 does not resolve the
-remaining probability.
+"""Largest total probability of a row's excluded ids. Above it, the remaining probability is too
+small for float32.
 """
 
 

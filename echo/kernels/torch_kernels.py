@@ -30,8 +30,8 @@ from echo.kernels.contract import (
 )
 
 SIZES_PER_OCTAVE = 16
-"""Number of sizes between a number and its double, to which the rows of a bfloat16 backward are
-filled (as in algo/row_sizes.py).
+"""Number of sizes between a number of rows and its double. The rows of a bfloat16 backward are
+filled to one of these sizes.
 """
 
 
@@ -225,7 +225,7 @@ def _front(spare: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
 def _is_narrow(states: Tensor, weight: Tensor) -> bool:
     """Return whether the backward multiplies in bfloat16 with float32 sums.
 
-    This needs bfloat16 states and weight, and a CPU with such products.
+    True for bfloat16 states and weight on a CPU with fast bfloat16 products.
     """
     is_bfloat16 = states.dtype == weight.dtype == torch.bfloat16
     is_here = is_bfloat16 and states.device.type == "cpu"
@@ -235,7 +235,7 @@ def _is_narrow(states: Tensor, weight: Tensor) -> bool:
 def _padded(rows: LiveRows) -> LiveRows:
     """Return the rows, filled with rows of gradient 0 to one of a few sizes.
 
-    In bfloat16, a CPU keeps code and buffers for each number of rows of a product.
+    Few sizes save memory, because a CPU keeps code and buffers for each number of rows.
     """
     num_rows = len(rows.states)
     step = max(1, (1 << num_rows.bit_length()) // 2 // SIZES_PER_OCTAVE)
@@ -263,9 +263,9 @@ def _padded(rows: LiveRows) -> LiveRows:
 
 
 def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
-    """Overwrite the logits with the gradient of the loss, and return them.
+    """Overwrite the logits with the gradient of the loss; return the result.
 
-    For a row with the scored id y, logits z and probabilities p:
+    For a row with the scored id y, the logit z_j and the probability p_j of each id j:
 
     d log p_y / d z_j = 1[j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy), where p_j =
     exp(z_j) / total. The caller adds the terms 1[j = y].

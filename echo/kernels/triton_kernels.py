@@ -55,9 +55,9 @@ from echo.kernels.contract import (
 KernelName = Literal["scores", "grad_logits"]
 
 MAX_SPLITS = 32
-"""Largest number of parts of the vocabulary that are scored in parallel. It is independent of the
-number of rows, so that no row's result depends on other rows. 32 parts fill a GPU even with 512
-rows.
+"""Largest number of parts of the vocabulary that are scored in parallel. The number of parts is
+independent of the number of rows, so that no row's result depends on other rows. 32 parts fill a
+GPU even with 512 rows.
 """
 
 
@@ -93,8 +93,8 @@ uses the entry of the next older version.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
-"""Configuration of all other GPUs. It is so small that no register spills on GPUs before Hopper,
-where operands pass through registers. It needs 36 KiB of shared memory, which every GPU has.
+"""Configuration of all other GPUs. Its tiles are small enough for the registers of GPUs before
+Hopper, and for the 36 KiB of shared memory that every GPU has.
 """
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
@@ -399,7 +399,7 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
 def _on_its_device(launch: _Launcher) -> _Launcher:
-    """Return a launcher that runs on the GPU of its first argument."""
+    """Return `launch`, made to run on the GPU of its first argument."""
 
     @wraps(launch)
     def launch_on_device(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
@@ -569,8 +569,8 @@ def _sum_pairs(matrix: Tensor, rows: Tensor, places: Tensor, factors: Tensor, ou
 
     Args:
         matrix: [R, D] the rows to be summed.
-        rows: [M] the row of `out` of each pair, ascending.
-        places: [M] the row of `matrix` of each pair.
+        rows: [M] each pair's row in `out`, ascending.
+        places: [M] each pair's row in `matrix`.
         factors: [M] float32 factor of each pair.
         out: [N, D], overwritten.
     """

@@ -1,11 +1,11 @@
 """Several named adapters on one base model. The model holds one adapter at a time.
 
 `use` puts another adapter into the model. The weights, unapplied gradients, moments, settings and
-counts of all other adapters are stored here meanwhile. So no other part of a trainer depends on the
+counts of all other adapters are stored in `Adapters`. So no other part of a trainer depends on the
 number of adapters. All adapters have the same shape, and share the trainer's loss, temperature,
 advantages and reference.
 
-A trainer that trains all weights has no adapters. Its `progress` covers all weights.
+A trainer of all weights has no adapters, and `progress` covers all weights.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ class Adapters:
         The model keeps the adapter in use.
 
         Args:
-            name: name of letters, digits, "_", "-" and "."; a saved state has a directory of this
-                name.
+            name: the adapter's name, of letters, digits, "_", "-" and ".".
             optimizer: settings of the adapter's updates in a step.
             tensors: whole tensors to start from; None for a new adapter that leaves the model's
                 output unchanged.

@@ -59,7 +59,7 @@ from the rounding of float32 scores.
 
 
 def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, float]:
-    """Return the variance of the log-ratio, and each cause's share of it.
+    """Return the variance of the log-ratio, and the share of each cause.
 
     Args:
         parts: for each cause, its part of the log-ratio of N >= 1 tokens; [N] nats.
@@ -194,7 +194,7 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return each rollout's log-probabilities, and each rollout's logs of the kept mass.
+    """Return log-probabilities, and logs of the kept mass, as one array per rollout each.
 
     Each group in `scores` has a single rollout.
     """

@@ -74,7 +74,7 @@ class AdvantageSettings:
     mean reward.
     """
     keep_zero_variance: bool = False
-    """Whether groups in which no rollout has an advantage count towards a step."""
+    """Whether a group with only advantages of 0 counts towards a step."""
     max_abs_reward: float = 1e6
     """Largest absolute reward that a step accepts."""
     needs_support: bool = False
@@ -113,7 +113,7 @@ def prepare_batch(
 
     Args:
         groups: the groups of the batch, at least one.
-        settings: how rewards become advantages.
+        settings: rules to compute advantages from rewards.
         needs: the inputs that the loss needs.
         vocab_size: number of token ids of the model.
 
@@ -152,7 +152,7 @@ def find_refusal(
 
     Args:
         group: the group as the worker delivered it.
-        settings: how rewards become advantages.
+        settings: rules to compute advantages from rewards.
         needs: the inputs that the loss needs.
         vocab_size: number of token ids of the model.
     """
@@ -173,7 +173,7 @@ def find_refusal(
 
 
 def _unusable(group: Group, needs: LossNeeds) -> str | None:
-    """Return why a loss with these needs cannot use a group, which must be undamaged."""
+    """Return the reason why a loss with these needs cannot use an undamaged group."""
     if needs.likely_ids and not all(map(_has_likely_ids, group.rollouts)):
         return "no_likely"
     if not needs.group_expectation:

@@ -35,7 +35,7 @@ EPSILON = 1e-8
 """Number added to the root of the mean square, torch's default."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The running means of the gradient and of its square, by torch's names."""
+"""torch's names of the running means of the gradient and of its square."""
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of the two tensors of an 8-bit moment: its codes and its scales."""
 STEP = "step"
@@ -91,7 +91,7 @@ class OptimizerSettings:
 
 
 class AdamW:
-    """torch's fused AdamW, with moments in float32 beside the weights."""
+    """torch's fused AdamW, with float32 moments on the weights' device."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         """Allocate the moments, which start at 0.

@@ -7,8 +7,8 @@
 Several ranks write sharded files instead of the first two files, with the same tensor names
 (ranks/sharded_state.py). Any number of ranks can continue from either form.
 
-If there are several adapters, a directory for each adapter, called like the adapter, has these
-files. A trainer of one adapter can continue from such a directory too.
+If there are several adapters, each adapter has these files in a directory named after the adapter.
+A trainer of one adapter can continue from such a directory too.
 
 The caller makes the directory under another name and renames it at the end, so an incomplete state
 is never taken for a checkpoint.

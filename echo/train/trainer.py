@@ -17,8 +17,9 @@ of the loss, and updates the weights. A trainer has these parts:
     adapters     the adapter in use; moments, settings and counts         adapters.py
     state        the trainer's state on disk                              trainer_state.py
 
-A rollout whose advantage is 0 is left out of the forward and backward pass, unless the loss needs
-such rollouts. The rollout still counts in the normaliser, so the gradient is exact.
+If the loss does not need rollouts with an advantage of 0, these rollouts do not go through the
+model. They still count in the normaliser (the counts by which a loss divides), so the gradient is
+exact.
 
 A step may make several updates. Then the groups are divided into minibatches, each with its own
 counts. The proximal policy is the policy at the start of the step. Before the first update, a pass
@@ -31,8 +32,8 @@ decay. If the loss or gradient of a batch is not finite or cannot be computed, `
 backup in the host's memory. `find_faulty` returns the groups at fault.
 
 Log-probabilities are of the whole distribution at `temperature`. Samplers with top-p or top-k
-report larger log-probabilities, so ratios begin below 1. For these samplers the configuration
-refuses losses whose range of ratios ends above 1 (config/losses.py).
+report larger log-probabilities, so ratios are below 1 even without staleness. For these samplers
+the configuration refuses losses whose range of ratios ends above 1 (config/losses.py).
 
 Several processes may train one model (ranks/sharding.py). Each process has a trainer. All processes
 make the same calls with the same arguments, and get the same results or errors. If one process
@@ -102,7 +103,7 @@ class Trainer:
             loss: the policy loss of a step, for example from `make_loss`.
             optimizer: the settings of the updates in a step.
             temperature: sampling temperature, > 0.
-            advantages: how rewards become advantages; None takes the defaults.
+            advantages: settings of the advantages; None for the defaults.
             scales_by_ess: whether to multiply the learning rate of each update by the square root
                 of the effective sample size (`rollout_ess`).
             reference: the frozen reference policy, if the loss needs a reference. Checkpoints do
@@ -214,8 +215,8 @@ class Trainer:
             The norm of the gradient before it was clipped.
 
         Raises:
-            StepError: if the norm is not finite. The gradient is dropped, and nothing else has
-                changed.
+            StepError: if the norm is not finite. The gradient is dropped. Weights and moments are
+                unchanged.
             ConfigError: if only adapters that are not in use have a gradient. Nothing has changed.
             EngineError: if the memory is too small for AdamW. Weights may have changed, so continue
                 from the last checkpoint.
@@ -271,7 +272,7 @@ class Trainer:
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return the reason for each group at fault in a refused batch, by id.
+        """Return, by group id, the reason of each group at fault in a refused batch.
 
         A group is at fault if a step would refuse a batch of this group alone.
         """
@@ -406,7 +407,7 @@ class Trainer:
 
         Returns:
             For each group and rollout, [T, 2] nats: log-probabilities at the sampling temperature,
-            and the log of the mass that top_k and top_p leave.
+            and the log of the probability that top_k and top_p leave.
 
         Raises:
             StorageError: if the file cannot be read.

@@ -1,9 +1,9 @@
 """The weights plane: each node fetches weights from a parent and forwards them to children.
 
 Every node fetches weights, chunk by chunk, from one parent, and serves any number of children. The
-learner has no parent; `publish` adds its versions to its store. A node has a **store** of items
-(`store/store.py`). An item is one version in one form: the whole image, or an encoded version (a
-delta or a keyframe).
+learner has no parent; `publish` adds the learner's versions to the store. A node has a **store** of
+items (`store/store.py`). An item is one version in one form: the whole image, or an encoded version
+(a delta or a keyframe).
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when an Announce may be lost
@@ -11,7 +11,7 @@ delta or a keyframe).
       Fetch(missing, credit)  ->            chunks of one item at a time
                               <-  Segment   each table of an encoded version, once it is signed
                               <-  Chunk     one or more chunks, ascending, once held
-      Credit(bytes)           ->            every quarter of the window
+      Credit(bytes)           ->            after every quarter of the window
                               <-  Waiting   the parent is alive, but lacks the chunk or version
                               <-  Gone      the parent no longer has that item
 
@@ -20,8 +20,9 @@ Rules
 * A parent announces an item as soon as the parent begins to fetch the item. Chains are pipelined: a
   node forwards each chunk as soon as the chunk's hash has matched.
 * A node never stores or forwards a chunk that does not match the hash that the learner signed.
-* A chunk is held, forwarded and credited when it has been written. A write that may take long runs
-  in a thread (`receiver.py`). So a slow disk delays only its own node.
+* A chunk is held (counted as present) once it is written. Then the node forwards the chunk and
+  gives new credit. A write that may take long runs in a thread (`receiver.py`). So a slow disk
+  delays only its own node.
 * A child takes the path with the fewest bytes to the newest version, and fetches the first item on
   this path. The item is the whole image, a keyframe, or a delta from a version that the child holds
   completely.
@@ -38,9 +39,9 @@ Rules
 * A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets the
   parent's offers.
 
-`Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). They
-share the store and do not call each other. The receiver returns values for the sender, which are
-defined in `store/changes.py`.
+`Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). The
+halves share the store and do not call each other. The receiver returns values for the sender, which
+are defined in `store/changes.py`.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Broadcast:
 
         Args:
             node_id: the name of this node.
-            window_bytes: number of bytes that this node requests ahead while the rate of the link
-                to its parent is unknown.
+            window_bytes: number of bytes to request ahead while the rate of the link to the parent
+                is unknown.
             stall_s: seconds for which a parent may be silent while the rate of the link is unknown.
             keep_versions: number of complete versions to keep; at least 1. Children may fetch these
                 versions, and this node may fall back to an older version.
@@ -134,8 +135,7 @@ class Broadcast:
         )
         """The child's half of this node."""
         self.trust = self.receiver.trust
-        """Accepts manifests and tables that the learner has signed, once the learner's key is set.
-        """
+        """Verifies manifests and tables by the learner's key, which the role sets."""
         self.store = self._store.images
         """The images that this node has, by version, complete or partial."""
         self.encoded_versions = self._store.encoded_versions
@@ -149,7 +149,7 @@ class Broadcast:
         """Check that store, parent and children agree; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they disagree.
         """
         self.receiver.link.validate()
         fetched = [self.receiver.item, *(child.fetching for child in self.children.values())]
@@ -160,7 +160,7 @@ class Broadcast:
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
-        """The newest version that this node holds completely; None if it holds none."""
+        """The newest version that this node holds completely; None without such a version."""
         return self._store.newest_complete
 
     @property
@@ -213,7 +213,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """The mode that decides when a delta is written over its base."""
+        """When a delta is written over its base (`PatchMode`)."""
         return self._store.in_place.mode
 
     @patch_mode.setter

@@ -3,14 +3,14 @@
     learner           encrypts each chunk once, hashes the result, and signs this hash and the hash
                       of the key
     any node          keeps and forwards an encrypted chunk whose hash matches, without the key
-    node with a key   decrypts an image's chunk when it is written, and a coded block's chunk when
-                      the block is decoded
+    node with a key   decrypts an image's chunk when writing the chunk, and a coded block when
+                      decoding the block
 
-Since chunks are encrypted, links carry them over sockets without CURVE (`net/zmq.py`), which takes
-far less CPU. All other messages, including tables and keys, use CURVE.
+Encrypted chunks are sent over sockets without CURVE (`net/zmq.py`), which takes far less CPU. All
+other messages, including tables and keys, use CURVE.
 
-**Keys.** The learner draws a key for each form of each version, and keeps it only in memory. A
-manifest or table contains the hash of its key, and is sent together with the key
+**Keys.** The learner draws a key for each form of each version, and keeps keys only in memory. Each
+manifest or table contains the hash of the key, and is sent together with the key
 (`SignedManifest.key`). So the key arrives inside CURVE before the first chunk. A wrong key is
 refused before any chunk is decrypted. After a resume, the learner's versions have new names and new
 keys.
@@ -30,7 +30,7 @@ are cached for further children (`SentChunks`). If an image's memory may change,
 compared before the chunk is sent, because a nonce must not encrypt a second text. Encoded versions
 are kept in memory encrypted, together with their tables and keys.
 
-With `security.curve = false` nothing is encrypted, and hashes are of the plain chunks.
+With `security.curve = false`, chunks are not encrypted, and hashes are of the plain chunks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_key(key: bytes, key_hash: bytes) -> None:
 
 
 def crypt(key: bytes, index: int, data: Frame, out: memoryview) -> None:
-    """Encrypt or decrypt a chunk: encryption and decryption are the same operation without a tag.
+    """Encrypt or decrypt a chunk. Without a tag, encryption and decryption are the same operation.
 
     Args:
         key: the key of the chunk's form and version, KEY_BYTES long.

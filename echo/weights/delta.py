@@ -78,7 +78,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 def pack_streams(*streams: Bytes) -> list[bytes]:
     """Return each contiguous array as two parts: the length of a stream, and the stream.
 
-    The stream has the compressed bytes of the array, or the plain bytes if those are not longer.
+    The stream has the compressed bytes of the array, or the plain bytes if compression does not
+    help.
     """
     # A new compressor costs only 10 us, so each call makes one and threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
@@ -314,7 +315,7 @@ def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[
     """Return the indices and differences that `pack_changes` has coded.
 
     Args:
-        reader: a reader whose next field is the first of the changes.
+        reader: a reader, positioned at the coded changes.
         num_words: number of words of the block.
         word_bytes: size of a word, in bytes.
 
@@ -338,7 +339,7 @@ def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[
 
 
 def _pack_gaps(where: Indices) -> Bytes:
-    """Return the number of unchanged words before each change; byte 255 extends the next byte."""
+    """Return the numbers of unchanged words before each change. Byte 255 continues in the next."""
     gaps = where.copy()
     np.subtract(where[1:], where[:-1], out=gaps[1:])
     gaps[1:] -= 1
@@ -466,7 +467,7 @@ def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, ne
 
 
 def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return one hash of the replaced words, in order, followed by the tail."""
+    """Return one hash over the replaced words, in order, and the tail."""
     return blake3(words.view(np.uint8).data).update(tail).digest()
 
 

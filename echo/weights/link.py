@@ -111,7 +111,7 @@ class LinkEvent(StrEnum):
     CONNECT = "connect"
     """The node has a new parent."""
     DISCONNECT = "disconnect"
-    """The parent is lost, or the node leaves it."""
+    """The connection to the parent has ended, or the node leaves the parent."""
     SUBSCRIBE = "subscribe"
     """The node has sent Subscribe."""
     FETCH = "fetch"
@@ -191,8 +191,8 @@ MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
 """Number of seconds by which a Waiting may arrive later than announced."""
 MAX_PROMISE_S = 2.0
-"""Longest accepted time, in seconds, that a Waiting may announce until the next Waiting. A longer
-time is replaced by this one.
+"""Longest time, in seconds, that a Waiting may announce until the next Waiting. Longer times are
+cut to this value.
 """
 GAP_MEMORY = 0.98
 """With each chunk, the recorded longest gap is multiplied by this factor, so that old gaps are
@@ -328,7 +328,7 @@ class ParentLink:
     def released(self, num_bytes: int, *, now: float) -> None:
         """Note that a chunk was written or discarded.
 
-        From now on, a silence of the parent is counted again.
+        From now on, the parent's silence is counted again.
         """
         self.writing_bytes -= num_bytes
         self.progress_at = now
@@ -415,7 +415,7 @@ class ParentLink:
         """Check that state, peer, window and unwritten bytes agree; for tests.
 
         Raises:
-            AssertionError: if they do not.
+            AssertionError: if they disagree.
         """
         has_parent = self.state is not LinkState.ALONE
         assert has_parent == (self.peer is not None), f"{self.state} with the parent {self.peer}"

@@ -4,12 +4,12 @@ A version is one byte image: the bytes of all tensors, one tensor after the othe
 divided into chunks of equal size; the last chunk may be shorter. The manifest lists the tensors and
 the BLAKE3 hash of each chunk. The learner signs the hash of the manifest, the **root**. So a single
 signature covers every byte. A relay verifies each chunk before forwarding, so a damaged chunk stops
-at the first node. If chunks travel encrypted (`cipher.py`), the manifest also has the hashes of the
-encrypted chunks.
+at the first node. If chunks are sent encrypted (`cipher.py`), the manifest also has the hashes of
+the encrypted chunks.
 
-A version may also travel as an **encoded version**: a delta against a version that the receiver
-holds, or a keyframe. An encoded version consists of segments whose tables are signed one by one
-(`encoded.py`). There are two kinds of table. A table of the first kind has the hashes of the
+A version may also be sent as an **encoded version**: a delta against a version that the receiver
+holds, or a keyframe. An encoded version consists of segments, and the table of each segment is
+signed (`encoded.py`). There are two kinds of table. A table of the first kind has the hashes of the
 decoded image chunks. The last such table contains the manifest. A table of the second kind has the
 hashes of the replaced words of the base. These words and the signed changes determine every decoded
 byte. So the learner can send the delta before it hashes the image. The learner hashes the image
@@ -40,7 +40,7 @@ HASH_BYTES = 32
 MIN_CHUNK_BYTES = 1 << 10
 MAX_CHUNK_BYTES = 16 << 20
 """Largest size of a chunk in bytes. Chunks above 1 MiB make encryption slower, and chunks above 4
-MiB make nothing faster (measured on loopback).
+MiB do not increase the speed (measured on loopback).
 """
 
 

@@ -76,7 +76,7 @@ class Offers:
         return self._sizes.keys()
 
     def next_step(self, current: ItemId | None) -> ItemId | None:
-        """Return the item to fetch now; None if there is nothing to fetch.
+        """Return the item to fetch now; None for no item.
 
         Args:
             current: the item that is being fetched; returned if the fetch should continue.
@@ -131,5 +131,5 @@ class Offers:
 
 
 def form_of(base: PolicyVersion | None) -> Form:
-    """Return the form of an encoded version: a delta against `base`, or a keyframe without base."""
+    """Return the form of a delta against `base`; of a keyframe if `base` is None."""
     return Form("keyframe") if base is None else Form("delta", base)

@@ -1,11 +1,11 @@
-"""The parents of a node: follows the plan, replaces failed parents, and returns to better ones.
+"""The parents of a node: chosen by the plan, replaced on failure, and tried again later.
 
 The plan lists parents in order of preference. A node uses one connection at a time. The node may
 also have an idle **spare** connection to the next parent of the list, already greeted. The spare
 connection takes over at once when the connection in use is lost, does not answer or does not
-deliver. Without a spare connection the node dials the next parent of the list, and after the last
-parent the first one. The node keeps the connection in use until the replacement has answered. So a
-new plan never breaks a transfer.
+deliver. Without a spare connection the node dials the next parent of the list. After the last
+parent, the first parent is next. The node keeps the connection in use until the replacement has
+answered. So a new plan never breaks a transfer.
 
 While a node does not use its preferred parent, the learner repeats the plan. On a repeated plan the
 node dials the preferred parent again, at the earliest `retry_preferred_s` after the failure. This
@@ -33,7 +33,7 @@ from echo.wire.actions import Action, Dial, HangUp, Note
 from echo.wire.messages import LEARNER_ID, TopologyPlan
 
 CONNECT_TIMEOUT_S = 3.0
-"""Seconds after which a dialled address without an answer is given up for the next address. A WAN
+"""Seconds to wait for the answer of a dialled address before the next address is dialled. A WAN
 handshake takes less than 1 s.
 """
 QUARANTINE_S = 600.0
@@ -71,7 +71,8 @@ class Parents:
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.learner_address = ""
-        """The learner's address in the last plan that names it; empty if no plan has named it."""
+        """The learner's address, from the last plan with such an address; empty before such a plan.
+        """
         self.control: Connection | None = None
         """The control connection. If a plan names the node at the other end without an address, the
         address of this connection is used."""

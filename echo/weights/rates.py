@@ -1,9 +1,9 @@
 """Rates of links: estimates from transfers, and the probe of an uplink.
 
 A rate is a number of bytes per second of *busy* time. A link is busy while requested bytes are
-under way: from the first to the last chunk of a burst. A link is not busy while the other side has
-nothing to send (`pause`). So the first chunk after a pause starts a measurement and is not counted.
-A burst of one chunk yields no measurement.
+under way: from the first to the last chunk of a burst. A link is not busy while the other side
+cannot send (`pause`). So the first chunk after a pause starts a measurement and is not counted. A
+burst of one chunk yields no measurement.
 
 * A receiver measures the link to its parent, and sizes the credit window by the rate. The receiver
   adds each chunk on arrival, and pauses when all requested chunks have arrived or the parent sends
@@ -151,10 +151,7 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note which share of the children the uplink does not limit from now on.
-
-        `share` is between 0 and 1.
-        """
+        """Note the share of the children, 0 to 1, that the uplink does not limit from now on."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
@@ -218,7 +215,7 @@ PAYLOAD_SHARE = 1 / 8
 """Largest size of a probe, as a share of the size of a version."""
 MAX_PROBES = 3
 UNANSWERED_S = 3.0
-"""If a probe gets no answer within this many seconds, another peer may be probed."""
+"""Seconds without an answer to a probe after which another peer may be probed."""
 
 
 class UplinkProbe:
@@ -229,8 +226,9 @@ class UplinkProbe:
         self._uplink = uplink
         self._node_id = node_id
         self.num_probes = 0
-        """Number of measurements begun. A measurement starts with a small probe, and larger probes
-        follow while acknowledgements come fast."""
+        """Number of begun measurements. A measurement starts with a small probe, and larger probes
+        follow while acknowledgements come fast.
+        """
         self._awaited: tuple[str, int, float] | None = None
         """(peer that must acknowledge the probe, bytes of the probe, time of sending); None if no
         probe is under way."""

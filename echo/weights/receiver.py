@@ -19,9 +19,9 @@ the copy. Chunks of encoded versions are always in memory.
   dropped.
 * *Order.* Writes may end in any order. A chunk that is being written is not requested again, and a
   second copy is discarded. The chunk is not served before the write has ended.
-* *Eviction meanwhile.* The work keeps a reference to the image's memory, so this memory is not
-  reused for another version before the write ends. If the item was dropped meanwhile, the result of
-  the write is ignored, and only the credit is returned.
+* *Eviction.* The work keeps a reference to the image's memory, so this memory is not reused for
+  another version before the write ends. If the item is dropped during the write, the result of the
+  write is ignored, and only the credit is returned.
 * *Silence.* While a chunk is being written, the parent does not count as silent. Time without
   credit does not lower the measured rate of the link.
 * *A failed write.* If the disk refuses a write, the receiver acts as if the disk were full.
@@ -118,7 +118,7 @@ class SpaceRetry:
     def __init__(self) -> None:
         """Start with no item that lacks space."""
         self.retry_at: float | None = None
-        """The time at which to look for space again; None while no item lacks space."""
+        """Time of the next retry; None while no item lacks space."""
         self._pause_s, self._has_noted = FIRST_PAUSE_S, False
 
     @property
@@ -178,7 +178,7 @@ class Receiver:
         self.item: ItemId | None = None
         self.bytes_received = 0
         self.rate = RateEstimate()
-        """The rate at which this node receives weights, whichever node is its parent."""
+        """The rate at which this node receives weights, kept when the parent changes."""
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
@@ -381,7 +381,7 @@ class Receiver:
     ) -> list[Action | ParentFailed]:
         """Handle the result of decoding a block.
 
-        The result is ignored if the block's version was dropped meanwhile.
+        The result is ignored if the block's version has been dropped.
         """
         encoded = work.encoded
         item_id = (encoded.version, encoded.form)
@@ -406,7 +406,7 @@ class Receiver:
     def applied(self, work: ApplyPatch, fault: str, *, now: float) -> list[Action | ParentFailed]:
         """Handle the result of ApplyPatch, the writing of a delta over its base.
 
-        The result is ignored if the memory of the image was dropped meanwhile.
+        The result is ignored if the image's memory has been dropped.
         """
         encoded = self.store.in_place.find(work.patch)
         if encoded is None:
@@ -421,8 +421,7 @@ class Receiver:
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
         """Seal a complete version, and decode the deltas against this version.
 
-        To seal a version is to add its manifest. If the manifest has not arrived, the version is
-        not sealed yet.
+        Sealing adds the version's manifest, if the manifest has arrived.
         """
         return [*self._seal(version, now), *self.store.decodable_on(version)]
 
@@ -456,7 +455,7 @@ class Receiver:
         ]
 
     def _on_gone(self, message: Gone, now: float) -> list[Action | ParentFailed]:
-        """Abandon an item that the parent no longer has. The parent's next Announce follows."""
+        """Abandon an item that the parent no longer has. A new Announce of the parent follows."""
         item_id = (message.version, message.form)
         self.offers.withdraw(item_id)
         if self.item != item_id:

@@ -16,16 +16,13 @@ class Requests:
     """Makes a node's messages to its parent. The link determines the credit."""
 
     def __init__(self, link: ParentLink, store: ItemStore, *, node_id: str) -> None:
-        """Make requests for the chunks that `store` lacks.
-
-        The `Receiver` shares `link` and `store`.
-        """
+        """Store the link and the item store, both shared with the `Receiver`."""
         self._link, self._store, self._node_id = link, store, node_id
 
     def subscribe(self, *, now: float) -> list[Action]:
         """Ask the parent for an Announce.
 
-        Call this for a new parent, and after an Announce may have been lost.
+        Call this for a new parent, and if an Announce may have been lost.
         """
         if self._link.peer is None:
             return []

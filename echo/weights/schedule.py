@@ -2,19 +2,19 @@
 
 **Period.** The publish period is the number of steps between two publications. The period is fixed,
 or it is the smallest number of steps that take as long as a broadcast. The period is at most S + 1,
-where S is the present staleness bound. If two versions were further apart, learner and workers
-would wait for each other forever: the workers' version would be too old to sample for the step
-after which the learner publishes the next version.
+where S is the present staleness bound. If two versions were further apart, the workers' version
+would become too old before the learner publishes the next version, and learner and workers would
+wait forever.
 
 **Path.** A node can fetch a version as its full image, as a keyframe (compressed, without a base),
-or as a delta against an older version, which can again be fetched in several forms. The node takes
-the path with the fewest bytes. Of paths with equal bytes, it takes the path with the fewest steps,
-because each step costs a pass over the whole image.
+or as a delta against an older version. The older version, too, can be fetched in several forms. The
+node takes the path with the fewest bytes. Of paths with equal bytes, the node takes the path with
+the fewest steps, because each step costs a pass over the whole image.
 
-**Forms.** A small version is published only as its image. With codec = "full" every version is. For
-all other versions the learner first makes a delta against the last published version, and offers
-the image after the first segment of the delta. The learner makes a keyframe from time to time. The
-sizes measured in this run determine which forms are made, so that nodes fetch few bytes.
+**Forms.** A small version is published only as its image, and so is every version with codec =
+"full". For all other versions the learner first makes a delta against the last published version,
+and offers the image after the first segment of the delta. The learner makes a keyframe from time to
+time. The sizes measured in this run determine which forms are made, so that nodes fetch few bytes.
 
 * A node without any version fetches the last **keyframe**, and then the deltas made since. A new
   keyframe is due in two cases: this path has KEYFRAME_MARGIN more bytes than a new keyframe, or
@@ -68,13 +68,12 @@ class PublishPace:
         self.broadcast_s: float | None = None
         """Seconds that the last broadcast to every node took; None before the first."""
         self.num_broadcasts = 0
-        """Number of versions that have reached every node; versions that arrived together count
-        once."""
+        """Number of completed broadcasts. Versions that arrived together count once."""
 
     def limit(self, max_staleness: int) -> None:
         """Change the staleness bound to S. The period becomes at most S + 1.
 
-        An adapted period that the bound shortens grows again with the next measurement.
+        If this shortens an adapted period, the next measurement may lengthen the period again.
         """
         self._max_staleness = max_staleness
         longest = self.period if self._is_auto else self._longest
@@ -160,9 +159,9 @@ def cheapest_paths(
 ) -> dict[PolicyVersion, FetchPath]:
     """Return the cheapest path to each version that can be reached.
 
-    The cheapest path has the fewest bytes; among equals the fewest steps; among these it was
-    offered first. A delta leads to a newer version than its base, so one pass over the deltas,
-    oldest first, finds all paths.
+    The cheapest path has the fewest bytes. Of paths with equal bytes, the path with the fewest
+    steps is cheaper. Of paths with equal steps, the first in `offers` is taken. A delta leads to a
+    newer version than its base, so one pass over the deltas, oldest first, finds all paths.
 
     Args:
         held: versions whose image the node has. The paths to these versions are empty.
@@ -194,7 +193,8 @@ HOPELESS_SHARE = 0.9
 abandoned.
 """
 KEYFRAME_MARGIN = 0.25
-"""A new keyframe is due if the present path has more bytes than the keyframe plus this share.
+"""Largest excess of the present path over a new keyframe, as a share of the keyframe's bytes. Above
+it, a new keyframe is due.
 
 The present path is the last keyframe and all later deltas.
 """
@@ -227,7 +227,7 @@ class FormSchedule:
         self._full_bytes = 0
         self._keyframe_bytes: int | None = None
         self._delta_bytes = 0
-        """Size of the last delta in bytes; 0 before the first delta, which is always tried."""
+        """Size of the last delta in bytes; 0 before the first delta."""
         self._newest: PolicyVersion | None = None
         self._num_since_delta = 0
         """Number of versions since the last delta."""

@@ -14,14 +14,14 @@ chunks in ascending order, within its credit, as soon as this node holds them.
   own frame, because most of the Python time is spent once per message. On a slow link each chunk is
   a message, so that the child can forward each chunk on arrival.
 * **Waiting.** While a child waits for a sibling, or for a chunk that this node does not hold, this
-  node sends the message Waiting repeatedly. Otherwise one stall would make all nodes below leave
-  their parents. Each Waiting announces the time until the next Waiting. For a missing chunk this
-  time doubles with each Waiting, up to MAX_WAITING_S. For a sibling, or for an item that this node
-  does not know, the time is WAITING_PERIOD_S.
-* **Pinned.** An item that a child fetches is not evicted, so the number of children limits the size
-  of the store. A child that does not react to an announcement is forgotten after FORGET_STALLS,
-  because the end of an inbound link may go unnoticed. If the child is alive, the learner's next
-  Pulse makes the child subscribe again.
+  node sends the message Waiting repeatedly. Otherwise a single stall would make all nodes below
+  leave their parents. Each Waiting announces the time until the next Waiting. For a missing chunk
+  this time doubles with each Waiting, up to MAX_WAITING_S. For a sibling, or for an item that this
+  node does not know, the time is WAITING_PERIOD_S.
+* **Pinned.** An item that a child fetches is not evicted. So the store grows at most with the
+  number of children. A child that does not react to an announcement is forgotten after
+  FORGET_STALLS, because the end of an inbound link may go unnoticed. If the child is alive, the
+  learner's next Pulse makes the child subscribe again.
 """
 
 from __future__ import annotations
@@ -89,11 +89,12 @@ class Pace:
     def __init__(self) -> None:
         """Start with a child that has requested no chunk."""
         self.began_at: float | None = None
-        """Time of the child's first request; None before it."""
+        """Time of the child's first request; None before the first request."""
         self._runs_since: float | None = None
         self._num_sent, self._busy_s = 0, 0.0
         self._before = 0, 0.0
-        """Number of chunks sent in the period before, and the length of that period in seconds."""
+        """Number of chunks sent in the previous period, and the length of that period in seconds.
+        """
 
     def _count(self, now: float) -> None:
         if self._runs_since is not None:
@@ -144,7 +145,7 @@ class Child:
 
     is_subscribed: bool = False
     newest: PolicyVersion | None = None
-    """The newest complete version that the child has reported; None if it reported no version."""
+    """The newest complete version that the child has reported; None before a report."""
     announced: object = None
     """The content of the last announcement to the child; None if a new announcement is due."""
     newest_announced: PolicyVersion | None = None
@@ -164,14 +165,14 @@ class Child:
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
-    """Number of chunks of the item sent to the child, added to the smallest lead of its siblings at
-    the start.
+    """Number of chunks sent to the child, plus the smallest lead of its siblings when the fetch
+    began.
     """
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
     """Time at which the child last acknowledged chunks, or began to fetch."""
     held_at: float | None = None
-    """Time since which the child waits for a sibling; None if it does not wait."""
+    """Time since which the child waits for a sibling; None if the child does not wait."""
     last_seen_at: float = 0.0
     waiting_sent_at: float = 0.0
     waiting_s: float = 0.0
@@ -203,7 +204,7 @@ class Child:
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
-        """Add requested chunks to `wanted` that this node has learned of since the last call."""
+        """Add to `wanted` the requested chunks whose hashes have arrived since the last call."""
         num_chunks = item.num_chunks
         for start, stop in self.ranges:
             self.wanted.extend(range(max(start, self.num_known), min(stop, num_chunks)))
@@ -262,13 +263,13 @@ forgotten.
 MAX_LEAD_CHUNKS = 4
 """Largest number of chunks by which a child may be ahead of its slowest sibling."""
 MAX_SIBLINGS = 64
-"""Largest number of siblings for which a child waits. Only in a star does a node have more
-children; there all nodes share the learner's uplink.
+"""Largest number of siblings for which a child waits. A node has more children only in a star,
+where all nodes share the learner's uplink.
 """
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""Length of a silence, in chunks at the child's usual rate, after which siblings do not wait for
-the child.
+"""Length of a silence after which siblings do not wait for a child, as the number of chunks that
+the child would usually take in this time.
 """
 SILENT_AFTER_S = 0.5
 """Shortest silence, in seconds, after which siblings do not wait for a child."""

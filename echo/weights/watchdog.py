@@ -5,7 +5,7 @@ the parent. A node without a spare parent asks again, and leaves the parent at t
 parent that waits for a chunk sends Waiting repeatedly, and so is not silent.
 
 Offers are not signed, so a parent may announce an item that it will never receive. A node leaves
-such a parent when nothing has arrived for WAIT_STALLS * stall_s. Behind a slow link, the pauses
+such a parent when no chunk has arrived for WAIT_STALLS * stall_s. Behind a slow link, the pauses
 between chunks are long. So the node waits at least four times the longest past pause.
 """
 
@@ -24,13 +24,14 @@ WAIT_STALLS = 20
 
 
 class Watchdog:
-    """Decides when a node asks its parent again, and when it leaves the parent."""
+    """Decides when a node asks its parent again, and when the node leaves the parent."""
 
     def __init__(self, link: ParentLink, offers: Offers, store: ItemStore) -> None:
         """Start with no awaited item. The `Receiver` shares `link`, `offers` and `store`."""
         self._link, self._offers, self._store = link, offers, store
         self._since: float | None = None
-        """Time of the parent's first message after its last new chunk; None if none has arrived."""
+        """Time of the parent's first message after its last new chunk; None before such a message.
+        """
         self._longest_pause_s = 0.0
         """The longest time, in seconds, from `_since` to the next new chunk."""
 
@@ -66,7 +67,7 @@ class Watchdog:
         return self._since + max(WAIT_STALLS * link.stall_s, 4 * self._longest_pause_s)
 
     def deadline(self, item: ItemId | None) -> float | None:
-        """Return the time at which to ask or leave the parent; None if no time is due."""
+        """Return the time at which to call `check` next; None if no call is due."""
         silent_at = self._link.deadline(self._store.chunk_bytes(item))
         return None if silent_at is None else earliest(silent_at, self._gives_up_at(item))
 

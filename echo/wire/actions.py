@@ -117,7 +117,7 @@ class Routes:
     def restore(self, node_id: str, peer: str | None) -> None:
         """Undo a `learn`: restore or remove the former route of a node.
 
-        Needed if the message turns out to be from another node.
+        Call this method if the message turns out to be from another node.
         """
         if peer is None:
             self._peers.discard(node_id)

@@ -7,10 +7,10 @@ three kinds:
   weights plane, in which each node pulls weights from its parent (`weights/broadcast.py`).
 * **Routed messages** go between a node and the learner, over any number of relays. Relays forward
   routed messages by the node id in the envelope, without decoding. A seal from end to end
-  (`wire/seals.py`) prevents that relays change, forge or replay messages. The kinds in UNSEALED
-  have no seal: the learner signs Welcome, Refuse and Finish messages that answer a Hello, and these
-  contain the hash of the Hello; files are compared with hashes in the Welcome; and a forged Hello,
-  AssetRequest or Rehello can only make a node join again.
+  (`wire/seals.py`) prevents relays from changing, forging or replaying messages. The kinds in
+  UNSEALED need no seal. The learner signs each Welcome, Refuse or Finish that answers a Hello, and
+  such an answer contains the hash of the Hello. Files are compared with hashes in the Welcome. A
+  forged Hello, AssetRequest or Rehello can only make a node join again.
 * **Viewers' messages** go between a viewer and the learner (`roles/viewers.py`). A viewer is not a
   node.
 
@@ -264,7 +264,7 @@ class Hello(Message, frozen=True):
     seal_key: Key
     """The public key of the node's process, used for seals."""
     nonce: Key
-    """Random bytes, new for each time the node joins."""
+    """Random bytes, new at each joining."""
     region: Word = ""
     price_per_gb: Money = 0.0
     """Price of 1e9 bytes that leave the node's region, in $."""
@@ -412,8 +412,8 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
     learner's acknowledgement.
     """
     is_waiting: bool = False
-    """Whether the group waits to begin or to continue. Meanwhile, the progress of the worker's
-    running groups renews the lease.
+    """Whether the group waits to begin or to continue. The progress of the worker's running groups
+    then renews the lease.
     """
     running_s: Seconds = 0.0
     """Seconds since the worker began or continued the group; 0 while the group waits."""
@@ -570,8 +570,9 @@ REASONS = frozenset(
         "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }
 )  # fmt: skip
-"""Reasons why a group was not trained on. Each of them is the name of a counter. If a peer states a
-reason that is not listed here, the counter is "other"."""
+"""Reasons why a group was not trained on. Each reason is the name of a counter. Unlisted reasons
+from peers count as "other".
+"""
 
 
 def known_reason(reason: str) -> str:
@@ -580,7 +581,7 @@ def known_reason(reason: str) -> str:
 
 
 class Failed(Message, frozen=True):
-    """Worker to learner: a group cannot be finished, and another attempt would not help."""
+    """Worker to learner: the worker cannot finish a group, and a retry would not help."""
 
     group_id: GroupId
     attempt: Attempt
@@ -687,8 +688,7 @@ ROUTED_MESSAGES = (
 VIEWER_MESSAGES = Watch | Status | Operation | Outcome
 AnyMessage = LINK_MESSAGES | ROUTED_MESSAGES | VIEWER_MESSAGES
 UNSEALED = (Hello, Welcome, AssetRequest, Asset, Refuse, Rehello)
-"""Routed messages that have no seal: they are signed, are compared with signed hashes, or are
-harmless."""
+"""Routed messages without a seal. The module's docstring has the reasons."""
 
 
 ItemId = tuple[PolicyVersion, Form]

@@ -2,8 +2,8 @@
 
 CURVE encrypts each hop separately, so a relay sees the messages that it forwards. Any holder of the
 run's secret may be a relay. A relay can delay and drop messages, but must not be able to change a
-reward, forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys,
-one for each direction, that no relay has. Every routed message has a seal, except the messages that
+reward, forge an Ack or a Finish, or replay an earlier message. So node and learner share two keys
+that no relay has, one for each direction. Every routed message has a seal, except the messages that
 agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
 
 **Agreement.** Both processes have a key pair of curve 25519. Each Hello has the node's public key
@@ -226,7 +226,7 @@ class Seals:
     ) -> bool:
         """Verify the seal of a message; return whether the message belongs to a current channel.
 
-        Ignore messages of earlier channels, which may be honest late messages.
+        The caller must ignore messages of earlier channels, which may be honest late messages.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.

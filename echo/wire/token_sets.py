@@ -3,10 +3,10 @@
 A token set has some ids of the vocabulary for one token. The sets of a rollout of T tokens, with M
 ids in all, are encoded as
 
-    T varints    the size of each token's set plus 1: 0 is TOO_LARGE, 1 is NOT_RECORDED; for a set
-                 that lacks n ids, MAX_SET_IDS + 1 + n
-    M varints    the ids: the first of a set itself, each further one as the difference to the id
-                 before it, minus 1
+    T varints    for each token: 0 for TOO_LARGE, 1 for NOT_RECORDED, 1 + n for a set of n ids,
+                 MAX_SET_IDS + 1 + n for a set of all ids except n
+    M varints    for each id: the difference to the previous id of the set, minus 1; for the
+                 first id of a set, the id itself
     M bfloat16   the log-probabilities, little-endian, rounded to nearest; only if the sets have any
 
 A varint has 7 bits of a number in each byte, the lowest bits first. The highest bit is set in every

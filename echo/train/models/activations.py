@@ -16,7 +16,7 @@ from echo.engine import allocator
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """Return the layers of a model whose activations can be recomputed."""
+    """Return the model's layers that support recomputation of activations."""
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
@@ -26,7 +26,7 @@ def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool
     Args:
         model: a model of transformers. If `gradient_checkpointing` is not False, its layers support
             checkpointing.
-        is_on_cpu: whether the model is on the CPU. There, freed memory is returned to the system.
+        is_on_cpu: whether the model is on the CPU. If so, freed memory is returned to the system.
         gradient_checkpointing: True to recompute activations, "offload" to keep the layers' inputs
             on the host as well.
     """
@@ -79,7 +79,7 @@ def begin_to_restore(offloaded: tuple[torch.device, Tensor]) -> Tensor:
 def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
     """Return freed memory to the system, after a layer's forward and before its backward.
 
-    Does nothing if gradients are off.
+    If gradients are off, the function has no effect.
     """
     states = output[0] if isinstance(output, tuple) else output
     if states.requires_grad:

@@ -1,6 +1,6 @@
 """The kernel for the attention of packed rows. It is chosen once, when a model is loaded.
 
-    PRODUCTS   scaled dot products of each run of equal segments: a CPU, or float32
+    PRODUCTS   scaled dot products of each run of equal segments, on a CPU or in float32
     FA3, FA4   FlashAttention 3 or 4 under torch's varlen operator, if its package is installed
     DENSE      cuDNN's dense products for long segments, the varlen operator for the others
     VARLEN     torch's varlen operator, which is FlashAttention 2
@@ -10,9 +10,9 @@ bits, `choose_kernel` tries the fastest kernel first. A trial computes two segme
 each segment alone, with the head sizes and the window of the model's own layers. Values and
 gradients must be equal. If a kernel fails, a notice is logged and the next kernel is tried.
 
-cuDNN is faster only for long segments on GPUs of capability 9. It makes a plan for each length,
-which takes up to hundreds of milliseconds, and keeps all plans. So segments of LONG_TOKENS and more
-are copied into contiguous tensors, with lengths rounded up to multiples of PLAN_TOKENS, so that few
+cuDNN is faster only for long segments on GPUs of capability 9. cuDNN makes and keeps a plan for
+each length. A plan takes up to hundreds of milliseconds. So segments of LONG_TOKENS and more are
+copied into contiguous tensors, with lengths rounded up to multiples of PLAN_TOKENS, so that few
 plans are needed. For shorter segments, cuDNN saves less time than its launches cost. torch's
 operator that passes cumulative lengths to cuDNN is not used, because it makes a plan in every call.
 
@@ -39,7 +39,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from echo.algo.row_sizes import LONG_TOKENS, PLAN_TOKENS
 
 MAX_DENSE_WIDTH = 128
-"""Largest width of an attention head that cuDNN's dense products take, forward and backward."""
+"""Largest width of an attention head that cuDNN's dense products support."""
 
 TRIED_LENGTHS = (300, 170)
 """Lengths of the two segments in a trial, in tokens."""
@@ -162,7 +162,7 @@ def candidates(device: torch.device | str, dtype: torch.dtype) -> list[Kernel]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is installed, without importing it or its package."""
+    """Return whether a module is installed, without an import."""
     top, *path = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not path:
@@ -352,9 +352,9 @@ def attend_varlen(
     """Return the attention within the segments of a row, by the varlen operator; [1, L, H, Dv].
 
     Args:
-        query: [1, H, L, D].
-        key: [1, Hkv, K, D].
-        value: [1, Hkv, K, Dv].
+        query: [1, H, L, D], L queries with H heads of width D.
+        key: [1, Hkv, K, D], K keys with Hkv heads.
+        value: [1, Hkv, K, Dv], with values of width Dv.
         segments: the arguments `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`
             of `packed_attention`, in this order.
         segment_keys: places of the segments' keys in `key`; None if the segments' keys are exactly

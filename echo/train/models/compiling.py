@@ -68,7 +68,8 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 def _keep_compiled() -> None:
     """Set torch's cache directory to a permanent directory.
 
-    Processes may share this directory. If it cannot be written, torch keeps its default directory.
+    Processes may share this directory. If the directory cannot be written, torch keeps its default
+    directory.
     """
     place = models_directory().with_name("compiled").absolute()
     with suppress(OSError):

@@ -16,7 +16,8 @@ head for every token, and the whole score matrix of a row, even across segments:
 
     6 N + 6 V h + 12 sum over layers of H D x row     per token
 
-PaLM's convention gives a higher utilization at the same speed.
+Here, row is the number of tokens of the row. PaLM's convention gives a higher utilization at the
+same speed.
 """
 
 from __future__ import annotations

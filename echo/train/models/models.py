@@ -2,7 +2,7 @@
 
     policy     the model that is trained
     reference  a frozen model that the loss pulls the policy towards, for some losses
-    rescorer   a frozen model that takes the weights of published versions, for attribution
+    rescorer   a frozen model with the weights of a published version, for attribution
 
 All three models get the same micro-batches, so they share one limit of tokens. If the policy or the
 reference cannot take packed rows, both take padded rows.

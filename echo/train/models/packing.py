@@ -15,9 +15,9 @@ This attention is causal, and stays within the segment and the layer's window. M
 settings of attention (caps, sinks, biases, windows in the mask only) are refused. In some
 architectures, layers mix tokens without attention, so rollouts would affect each other silently.
 Therefore `find_packing_fault` tries each model: two short segments in one row must get the same
-states as each segment alone. The trial is too short for a window or a chunk, so only layers of full
-and sliding attention are accepted. `can_share_prompts` tries two completions of one prompt in the
-same way.
+states as each segment alone. The trial is too short to test windows or chunks, so only layers of
+full and sliding attention are accepted. `can_share_prompts` tries two completions of one prompt in
+the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -88,7 +88,7 @@ def arguments(
         segments: segments of the row, on the model's device.
         kernel: kernel of the attention. A varlen kernel gets the segments as tensors; all other
             kernels get `SegmentRuns`.
-        seen: gets the shapes of the attention of the model's layers; None to collect none.
+        seen: collects the shapes of the layers' attention; None to collect nothing.
     """
     given: dict[str, Any] = {"position_ids": segments.position_ids}
     if seen is not None:
@@ -141,8 +141,8 @@ def _num_keys(span: tuple[int, RowRuns]) -> int:
 class SegmentRuns:
     """The segments of a packed row, grouped into runs of equal neighbours.
 
-    Kernels without cumulative lengths use this class. The segments of a run have equal lengths, and
-    attend to the same earlier runs of tokens.
+    Segments are equal if they have the same length and attend to the same earlier tokens. Kernels
+    without cumulative lengths use this class.
     """
 
     runs: tuple[tuple[int, int, RowRuns], ...]
@@ -160,7 +160,8 @@ class SegmentRuns:
     def of(spans: Iterable[tuple[int, RowRuns]]) -> SegmentRuns:
         """Return the runs of a row's segments.
 
-        `spans` has, for each segment, its length and the earlier runs of tokens that it attends to.
+        `spans` has each segment's length, and the earlier runs of tokens that the segment attends
+        to.
         """
         runs = tuple((len(list(same)), *span) for span, same in groupby(spans))
         starts = accumulate((number * length for number, length, _ in runs), initial=0)
@@ -216,7 +217,7 @@ def packed_attention(
             each segment has only the keys of its own tokens.
         long_segments: segments at the start of the row that dense products compute; None for none.
         segment_runs: runs of equal segments, for a kernel without cumulative lengths.
-        seen_shapes: gets the shape of this layer's attention.
+        seen_shapes: collects the shape of this layer's attention.
         others: further arguments of this model's attention.
 
     Returns:
@@ -306,8 +307,8 @@ def _before(
 ) -> Iterator[Tensor]:
     """Yield the states of each earlier run of tokens in `before`, [number, H, size, D].
 
-    All `number` segments get the same states. A run that is one of `parts` is taken from `parts`,
-    because the gradient of a slice of `states` would have the size of the whole row.
+    All `number` segments get the same states. If `parts` has a run, the run is taken from `parts`:
+    the gradient of a slice of `states` would have the size of the whole row.
     """
     for run in before:
         start, size = run
@@ -321,13 +322,13 @@ def find_packing_fault(
 ) -> str | None:
     """Switch a model to packed rows; return the reason if the model cannot take packed rows.
 
-    Then the model is left unchanged.
+    A model that cannot take packed rows is left unchanged.
 
     Args:
         model: a model of transformers, with the attention "sdpa" or "eager", in evaluation mode.
         own_dtype: the dtype of the model's computation without autocast.
         dtype: the dtype of the model's matrix products in training.
-        shapes: gets the shapes of the attention of the model's layers.
+        shapes: collects the shapes of the layers' attention.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if strange := sorted(kinds - LAYER_TYPES):

@@ -217,15 +217,15 @@ class Policy:
     """A causal language model that scores completion tokens, trained or frozen."""
 
     def __init__(self, source: ModelSource, compute: Compute, *, is_frozen: bool = False) -> None:
-        """Build the model, load its weights, and check that it can be trained.
+        """Build the model, load its weights, and check that the model can be trained.
 
         Args:
             source: the model and the weights to load.
-            compute: where and how the model computes.
+            compute: settings of the model's computations.
             is_frozen: whether the model only scores and is never trained.
 
         Raises:
-            DataError: if the directory or the tensors are no complete model.
+            DataError: if the directory or the tensors do not form a complete model.
             EngineError: if the model cannot be trained here.
         """
         _check_types(compute)
@@ -263,7 +263,7 @@ class Policy:
             and compute.share_prompts
             and self._compute(packing.can_share_prompts, self.model, compute.dtype)
         )
-        """Whether a packed row may hold a prompt once for all of its rollouts."""
+        """Whether rollouts in a packed row may share a prompt."""
         _check_layers(self.model, compute)
         enable_training(
             self.model,
@@ -354,8 +354,8 @@ class Policy:
         """Yield this rank's micro-batches on the CPU, with the indices of their rows.
 
         All ranks get the same number of micro-batches. A rank without enough rows gets
-        micro-batches of `NO_ROW`, without indices. These must also go through the model, but their
-        results are not used.
+        micro-batches of `NO_ROW`, without indices. Such micro-batches must also go through the
+        model. Their results are ignored.
 
         Args:
             rows: any number, in any order.
@@ -605,7 +605,7 @@ class Policy:
     def from_predictors(
         self, batch: MicroBatch, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the result of `compute`, called with the result of `predictors`.
+        """Call `compute` with hidden states and LM head (`predictors`); return the result.
 
         During the call, the LM head is complete.
         """
@@ -707,7 +707,7 @@ def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
     cannot compute in float32.
 
     Raises:
-        DataError: if the source is no complete model.
+        DataError: if the source does not form a complete model.
     """
     compute = replace(
         compute,

@@ -1,4 +1,4 @@
-"""Scores of rollouts under published weights, by a frozen model beside the trained one.
+"""Scores of rollouts under published weights, by a frozen model beside the trained model.
 
 The frozen model computes in float32, and is sharded like the trained model. Its weights are the
 trainer's weights, rounded as for publication, or the weights of a version from a file. Each rank
@@ -70,7 +70,7 @@ class Rescorer:
         """Load the weights of a published version from its safetensors file.
 
         Raises:
-            StorageError: on all ranks, if one of them cannot read the file.
+            StorageError: on all ranks, if any rank cannot read the file.
         """
         self.policy.load(read_version(version, self.policy.compute.ranks))
 
@@ -107,7 +107,7 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
         ranks: the ranks that call this together.
 
     Raises:
-        StorageError: on all ranks, if one of them cannot read the file.
+        StorageError: on all ranks, if any rank cannot read the file.
     """
     found: dict[str, Tensor] = {}
     failure: StorageError | None = None

@@ -30,8 +30,8 @@ operations that the device could make in that time.
 
 
 Spans = list[tuple[int, int]]
-"""For each segment of a row: its number of tokens, and the number of earlier tokens that it attends
-to.
+"""For each segment of a row: (number of tokens, number of earlier tokens that the segment attends
+to).
 """
 
 
@@ -77,7 +77,7 @@ class RowRules:
         Args:
             rows: any number of rows, in any order.
             max_tokens: limit of a micro-batch's tokens.
-            group_index: group of each row, to keep groups whole; None lets rows go anywhere.
+            group_index: group of each row, to keep groups whole; None for no groups.
         """
         plans = []
         if self.can_pack:
@@ -197,7 +197,7 @@ def _in_a_line(
 
 
 def _alone(row: TrainingRow) -> Spans:
-    """Return the spans of a row's chains, which share no tokens here."""
+    """Return the spans of a row whose chains are separate segments."""
     return [(length, 0) for length in row.chain_inputs]
 
 

@@ -50,7 +50,7 @@ IGNORED = -100
 MAX_ATTEMPTS = 3
 
 STEPS_FACTOR = 1.2
-"""Factor by which the number of steps grows after an attempt with too low a pass rate."""
+"""Factor by which the number of steps grows after an attempt whose pass rate was too low."""
 
 NUM_PROGRESS_PROMPTS = 128
 NUM_FINAL_PROMPTS = 512
@@ -148,7 +148,7 @@ def make_warm_model(
         task: the task, as `load_task` builds it.
         seed: seed of the weights, the demonstrations and the measurement.
         head_dim: width of the model's attention heads.
-        view: shows every step of a new warm-up; None shows nothing.
+        view: shows every step of a new warm-up; None for no view.
 
     Raises:
         ConfigError: if the task has no recipe.

@@ -1,8 +1,8 @@
 """Findings of forward and backward passes, and the metrics computed from them.
 
 A finding is a sum over the tokens that went through the loss, named like the metric computed from
-it. Three kinds of findings are no sums over tokens: the loss itself, the largest ratio (a maximum),
-and the sums over rollouts.
+it. Three kinds of findings are not sums over tokens: the loss itself, the largest ratio (a
+maximum), and the sums over rollouts.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Passes:
                 raise StepError(text, reason="out_of_memory")
 
     def take_notices(self) -> tuple[str, ...]:
-        """Return the notices for the operator since the last call."""
+        """Return all notices for the operator since the last call."""
         notices, self._notices = tuple(self._notices), []
         return notices
 

@@ -6,11 +6,12 @@
 
 Each use of the weights is a command, which all ranks carry out together. The leader sends the
 command and then carries it out too. There are two process groups. In the control group, ranks wait
-for the next command without a limit of time. In the default group, which all other communication
-uses, no rank waits longer than COLLECTIVE_S.
+for the next command without a limit of time. All other communication uses the default group, where
+no rank waits longer than COLLECTIVE_S.
 
 A rank that fails ends the job. Each rank writes its crash reason into the shared store of torchrun,
-and the leader reports the failed rank and the reason.
+and the leader reports the failed rank and the reason. The kinds of failure, with their crash reason
+and their detection:
 
     it raised an error        a reason; other ranks detect it at once (gloo) or by a SIGTERM
     it was killed             no reason; other ranks detect it in the same way
@@ -53,7 +54,7 @@ from echo.wire.codec import decode_group, encode_group
 REASONS_S = 3.0
 """Longest wait, in seconds, for the crash reasons of other ranks after a failure."""
 IDLE = timedelta(days=365)
-"""Longest wait for a command. gloo requires a limit, and this limit is never reached."""
+"""Longest wait for a command. gloo requires a limit, so this limit is very long."""
 
 # --- how the processes find each other ------------------------------------------------------------
 
@@ -146,7 +147,7 @@ def form(
     *,
     collective_s: float = COLLECTIVE_S,
 ) -> RankGroup:
-    """Make the process groups of all ranks with the same store."""
+    """Make the process groups of the ranks that share a store."""
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -171,7 +172,7 @@ class CrashReasons:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Keep the shared store, this rank's number and the number of ranks.
 
-        The store must add a prefix to each key, to separate keys of other users.
+        The store must add a prefix to each key, so that keys of other users differ.
         """
         self._store, self._rank = store, rank
         self._others = [other for other in range(size) if other != rank]
@@ -267,7 +268,7 @@ class RankGroup:
     """Device of this rank."""
     reasons: CrashReasons
     control: dist.ProcessGroup | None
-    """The process group for commands; None for a process without others."""
+    """The process group for commands; None for a single process."""
     _is_broken: bool = False
 
     def send(self, command: RankCommand) -> None:
@@ -325,7 +326,7 @@ class RankGroup:
         )
 
     def dismiss(self) -> None:
-        """Send "stop" to the other ranks if no rank has failed. The leader's last call."""
+        """Send "stop" to the other ranks if no rank has failed. This is the leader's last call."""
         if not self._is_broken:
             with suppress(RuntimeError):
                 self.send(RankCommand("stop"))

@@ -25,8 +25,8 @@ ends the job.
 
 Memory: rank 0's machine holds two images, a third image while an older image is still read
 (`RecycledMemory`), and the coded blocks of one or two segments. On another machine, each rank holds
-two copies of its own rows and one piece. If the weights are on a GPU, each rank also has a rounded
-piece of 64 MiB, and rows are copied to pinned memory.
+two copies of its own rows, and one piece of PIECE_BYTES. If the weights are on a GPU, each rank
+also has a rounded piece of 64 MiB, and rows are copied to pinned memory.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def receive_rows(
         spans: the spans of the sender's rows.
         image: image of this version.
         last: image of the previous version; None for the first version.
-        group: the process group that rows of other machines are sent in.
+        group: the process group for rows of other machines.
     """
     size = torch.zeros(1, dtype=torch.int64)
     for span in spans:
@@ -310,7 +310,9 @@ class Rendezvous:
     """Connections of the ranks on rank 0's machine, and the group of ranks on other machines."""
 
     links: dict[int, Link]
-    """On rank 0, links to the ranks of its machine. On these ranks, the link to rank 0."""
+    """On rank 0: links to the other ranks of its machine, by rank. On these ranks: the link to rank
+    0.
+    """
     remote: dist.ProcessGroup | None
     """Process group for the rows of ranks on other machines; None without such ranks."""
 
@@ -372,8 +374,7 @@ class LocalRank:
 
         Args:
             coding: the connection for requests.
-            numbers: numbers of the memory areas that both processes map, by address in this
-                process.
+            numbers: number of each memory area that both processes map, by address in this process.
         """
         self._coding, self._numbers = coding, numbers
 
@@ -432,7 +433,7 @@ class LeadImages:
 
         Args:
             ranks: all ranks of the learner.
-            specs: where each tensor lies in an image.
+            specs: the place of each tensor in an image.
             stream: see `begin_to_write`.
             together: a context manager in which all ranks begin to write an image.
             lost: a function that returns the error for ranks whose rows do not arrive.
@@ -555,7 +556,7 @@ class FollowImages:
 
         Args:
             ranks: all ranks of the learner.
-            specs: where each tensor lies in an image.
+            specs: the place of each tensor in an image.
             tensors: this rank's weights by name.
             stream: see `begin_to_write`.
         """

@@ -5,7 +5,7 @@ example the experts of a layer), and reads only this rank's rows. The tensors ar
 shards, one decoder layer after the other.
 
 Reading one rank's rows is correct only if each row of the result comes from the same row of each
-source. All other tensors are read whole by every rank.
+source. Every rank reads tensors without this property whole.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
     """Return the names of the tensors that every rank must read whole.
 
-    The rows of these tensors come from other rows in the files.
+    In the files, the rows of these tensors have other places.
     """
     # A new mapping at each call: some conversions keep a state.
     mapping = get_model_conversion_mapping(shapes)
@@ -113,7 +113,7 @@ def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
 
 
 def _keeps_rows(operation: ConversionOps) -> bool:
-    """Return whether an operation makes each row of its result from the same row of its inputs."""
+    """Return whether row i of an operation's result depends only on row i of the inputs."""
     match operation:
         case MergeModulelist(dim=dim):
             return dim == 0  # then each input becomes a row

@@ -4,8 +4,8 @@
     shard-00002-...                                 rank 1's rows
 
 torch.distributed.checkpoint writes these safetensors files. A file's header has the place of each
-piece in its tensor. The reader also takes files of whole tensors, so a state can be read by another
-number of processes than wrote it. A rank reads only its own rows.
+piece in its tensor. The reader also takes files of whole tensors, so any number of processes can
+read a state. A rank reads only its own rows.
 """
 
 from __future__ import annotations

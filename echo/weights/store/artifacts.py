@@ -35,13 +35,13 @@ class Chunked(abc.ABC):
 
     @property
     def num_chunks(self) -> int:
-        """Number of known chunks. It grows with each table that arrives."""
+        """Number of known chunks. Each arriving table adds chunks."""
         return len(self.has_chunk)
 
     @property
     @abc.abstractmethod
     def is_encrypted(self) -> bool:
-        """Whether chunks are sent encrypted, over links without encryption."""
+        """Whether chunks are sent encrypted."""
 
     @property
     def can_be_sent(self) -> bool:
@@ -104,7 +104,7 @@ class Chunked(abc.ABC):
         self.num_held += 1
 
     def _held_flags(self) -> bytearray:
-        """Return one byte for each known chunk: 1 if it is held or being written."""
+        """Return one byte for each known chunk: 1 if the chunk is held or being written."""
         if not self.writing:
             return self.has_chunk
         has_chunk = self.has_chunk.copy()
@@ -164,7 +164,7 @@ class Transfer(Chunked):
     sent: SentChunks = field(default_factory=SentChunks)
     """A cache of recently sent encrypted chunks."""
     is_damaged: bool = False
-    """Whether a chunk does not match its hash. The audit will find this chunk too."""
+    """Whether some chunk was found that does not match its hash."""
 
     @property
     def is_current(self) -> bool:
@@ -281,7 +281,7 @@ class Transfer(Chunked):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AuditChunks(Work):
-    """Work for a thread: hash some chunks of an image again; then call `worked`."""
+    """Work for a thread: hash some chunks of an image again."""
 
     image: Transfer
     first: int

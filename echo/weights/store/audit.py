@@ -32,7 +32,7 @@ class Audit:
         self._began_at = self._due_at = 0.0
 
     def begin(self, image: Transfer, *, now: float) -> None:
-        """Start to hash an image. Does nothing while another image is being hashed."""
+        """Start to hash an image, if no other image is being hashed."""
         if self._image is None or self._store.images.get(self._image.manifest.version) is None:
             self._image, self._next, self._due_at = image, 0, now
 
@@ -57,8 +57,8 @@ class Audit:
     def worked(self, work: AuditChunks, fault: str, *, now: float) -> bool:
         """Handle the result of hashing a piece; return whether the image's audit is finished.
 
-        An audit finishes with a fault or with the last piece. For an image that was dropped
-        meanwhile, the audit stops and the result is False.
+        An audit finishes with a fault or with the last piece. For a dropped image, the audit stops
+        and the result is False.
         """
         self._work = None
         image = work.image

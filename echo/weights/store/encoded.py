@@ -2,20 +2,20 @@
 
 A delta is coded against its base, a version that the receiver holds. A keyframe has no base.
 
-* A **block** is a run of the image of several whole image chunks. The last block may be shorter.
-  Each block is coded on its own, so blocks are coded and decoded in parallel (`delta.py`).
-* A **segment** is a run of blocks. Its table holds the length of each coded block and the hash of
-  each of its payload chunks. The learner signs each table as soon as the segment is coded, so
+* A **block** is a run of whole image chunks. The last block may be shorter. Each block is coded on
+  its own, so blocks are coded and decoded in parallel (`delta.py`).
+* A **segment** is a run of blocks. The table of a segment has the length of each coded block and
+  the hash of each payload chunk. The learner signs each table as soon as the segment is coded, so
   chunks are sent while later blocks are still being coded. A relay can verify and forward chunks
   without the base. Tables arrive in order.
 * A **hashed** table has the hashes of the decoded image chunks. The last hashed table of an encoded
   version also has the signed manifest of the image, with the same hashes. The image is decoded into
   new memory. Keyframes have hashed tables, and so do deltas with many changes.
-* The table of a delta **on its base** has, for each block, the hash of the words of the base that
-  the block replaces. Neither learner nor receiver hashes the image at once, so their work grows
-  with the number of changes. The manifest, called the **seal** of the version, follows later.
-  Before the seal arrives, the image may be installed and be the base of the next delta, but is not
-  offered to children as a whole image.
+* A delta **on its base** has another kind of table. For each block, this table has the hash of the
+  base's words that the block replaces. The image is not hashed at once, so the work of learner and
+  receiver grows with the number of changes. The manifest, called the **seal** of the version,
+  follows later. Before the seal arrives, the image may be installed and be the base of the next
+  delta, but is not offered to children as a whole image.
 * Every size is checked against the size of the image before memory is allocated. The decoder writes
   only inside its block.
 """
@@ -147,13 +147,13 @@ class EncodedVersion(Chunked):
         self.num_held = 0
         self.writing: set[int] = set()
         self.storage: memoryview | None = None
-        """Memory for the decoded image, `image_bytes` long, which the item store sets; None if the
-        base is patched in place."""
-        self.patch: Patch | None = None
-        """The changes of a delta on its base, until they are written over the base; otherwise None.
+        """Memory for the decoded image, set by the item store; None if the base is patched in
+        place.
         """
+        self.patch: Patch | None = None
+        """The changes of a delta on its base, until the changes are written; otherwise None."""
         self.expected_bytes = 0
-        """The announced size in bytes, which is used until all segments are known."""
+        """The announced size in bytes, used until all segments are known."""
         self._key = b""
         self._parts: list[_Part] = []
         self._starts: list[int] = []

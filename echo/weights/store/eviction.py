@@ -3,11 +3,11 @@
 These items are kept:
 
 * the newest `keep_versions` complete images;
-* the newest keyframe, and the newest deltas, which a node that joins late fetches one by one; these
-  deltas are together smaller than an image;
+* the newest keyframe, and the newest deltas, in total smaller than an image, for nodes that join
+  late;
 * items that this node codes, fetches or decodes, and items that children fetch.
 
-All other items are dropped. So the number of children limits the size of the store.
+All other items are dropped. So the size of the store grows at most with the number of children.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def with_base(item: ItemId | None) -> set[ItemId]:
 
 
 def is_lean(store: ItemStore) -> bool:
-    """Return whether no item is expendable, for any `keep`.
+    """Return whether no item is expendable, even with an empty `keep`.
 
     This check is cheap, and the result is usually True.
     """
@@ -95,7 +95,7 @@ def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
 
 
 def partial_on(store: ItemStore, versions: set[PolicyVersion]) -> list[ItemId]:
-    """Return the partial deltas that depend on one of these versions, also indirectly."""
+    """Return the partial deltas that depend, directly or indirectly, on one of these versions."""
     gone, halves = set(versions), []
     for item in sorted(store.encoded_versions, key=lambda item: item[0]):
         if store.encoded_versions[item].is_half and item[1].base in gone:

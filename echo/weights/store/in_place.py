@@ -105,7 +105,7 @@ class InPlace:
         return ApplyPatch(patch, memoryview(base.storage), self._version_store)
 
     def find(self, patch: Patch) -> EncodedVersion | None:
-        """Return the delta to which a patch belongs; None if the delta was dropped meanwhile."""
+        """Return the delta to which a patch belongs; None if the delta has been dropped."""
         encoded = self._encoded_versions.get((patch.version, Form("delta", patch.base)))
         return encoded if encoded is not None and encoded.patch is patch else None
 

@@ -11,7 +11,7 @@ serve both in the same way, chunk by chunk.
 Each of these files decides one thing:
 
     memory.py      where the bytes of an image lie
-    artifacts.py   which chunks of an item are held, and how a chunk travels
+    artifacts.py   which chunks of an item are held, and how a chunk is read
     encoded.py     how a version is coded into segments and blocks
     patches.py     which bytes of an image a delta changes
     in_place.py    which delta may be written over its base
@@ -92,7 +92,7 @@ class ItemStore:
         The first segment reserves memory for the decoded image.
 
         Returns:
-            The reason why this node cannot use the encoded version; "" for no reason.
+            The reason if this node cannot use the encoded version, otherwise "".
 
         Raises:
             StorageError: if there is no space.
@@ -199,7 +199,7 @@ class ItemStore:
     def newest_signed(self) -> PolicyVersion | None:
         """The newest complete version whose manifest has arrived; None without such a version.
 
-        A child asks its parent to announce newer versions than this one.
+        A child asks its parent to announce versions that are newer than this version.
         """
         signed = (v for v, image in self.images.items() if image.signed and image.is_complete)
         return max(signed, default=None)

@@ -17,8 +17,8 @@ is also made every REPLAN_S.
 
 A node that changes its parent during a broadcast loses time and the chunks under way. So during a
 broadcast a new plan must save more time. A plan is also made just before a version is sent, but at
-most every REPLAN_S. Otherwise, if versions follow each other closely, all plans would be made
-during broadcasts, and measurements would have no effect.
+most every REPLAN_S. Without this plan, a learner that publishes often would plan only during
+broadcasts, and measurements would have no effect.
 
 The plan in force is kept, with changes only for nodes that join or leave, until another plan would
 save MIN_GAIN of the time. So small changes of measured rates change no node's parent. In a small
@@ -75,7 +75,7 @@ from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 # a circle is possible for a moment. The watchdog ends it, since every list ends with the learner.
 
 MAX_PARENTS = 6
-"""Largest number of parents of one node, the learner included."""
+"""Largest number of parents of one node, including the learner."""
 
 Parents = Mapping[str, tuple[Hop, ...]]
 """Node id -> parents in order of preference."""
@@ -107,7 +107,7 @@ def with_backups(fleet: Sites, parents: Tree, *, previous: Parents) -> Parents:
 
 
 class _Rows:
-    """A tree, divided into rows: nodes with the same number of hops from the learner."""
+    """A tree, divided into rows of nodes with the same number of hops from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
         """Sort the nodes that can serve into rows, and number each parent's children."""
@@ -180,7 +180,7 @@ class _Rows:
 # plan is not patched.
 
 MOST_CHANGED = 0.25
-"""Largest share of changed links for which a plan is kept and changed instead of replaced."""
+"""Largest share of changed links up to which a former plan is adapted instead of replaced."""
 
 
 def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
@@ -249,7 +249,7 @@ class _Hosts:
     def extend_latencies(
         self, latencies: list[float], parents: list[int], nodes: list[int]
     ) -> None:
-        """Compute the latency from the learner to each of `nodes`, in seconds, into `latencies`.
+        """Write the latency from the learner to each of `nodes` into `latencies`, in seconds.
 
         In `nodes`, each parent comes before its children.
         """
@@ -340,8 +340,8 @@ def plan_topology(
 
     Args:
         sites: every live node except the learner, in a stable order (the order of joining).
-        learner: the learner. If its address is empty or None, nodes use the address at which they
-            have reached the learner.
+        learner: the learner. An empty address, or None, means the address at which a node has
+            reached the learner.
         payload_bytes: typical size of one version on the wire, in bytes.
         chunk_bytes: size of a chunk, in bytes. Nodes forward chunk by chunk.
         rtt_s: returns the round-trip time between two node ids, in seconds; an assumed time if
@@ -516,7 +516,7 @@ REPLAN_S = 10.0
 NEWS_S = 2.0
 """Seconds from the last plan to the next plan if an uplink has been measured for the first time.
 
-Several probes end at about the same time, so one plan can use all their results.
+Several probes end at about the same time, so one plan can use all results.
 """
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 """Share of the predicted time that another plan must save to replace the plan in force.
@@ -579,8 +579,8 @@ class Planner:
         """Start with no nodes and no plan.
 
         Args:
-            learner: the learner. If its address is empty, nodes use the address at which they have
-                reached the learner. Its uplink rate is used until transfers have measured the rate.
+            learner: the learner. An empty address means the address at which a node has reached the
+                learner. The uplink rate is used until transfers have measured the rate.
             chunk_bytes: size of a chunk, used until a version has been published.
         """
         self.learner = learner

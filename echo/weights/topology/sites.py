@@ -3,10 +3,10 @@
 The learner has the number 0, and the nodes are numbered from 1 in the order given. So plans are
 lists of integers.
 
-Rates that are not measured yet are assumed. An unknown uplink gets the median of the known uplinks,
-including the learner's. An unknown uplink of the learner gets the largest known rate. If no uplink
-is known, all uplinks are assumed to be equal. An unknown downlink is assumed to be no limit,
-because a downlink is measured only if it is the limit.
+Rates that are not measured yet are assumed. An unknown uplink is assumed to have the median of the
+known rates, including the learner's. If the learner's uplink is unknown, it is assumed to have the
+largest known rate. If no uplink is known, all uplinks are assumed to be equal. An unknown downlink
+is assumed to be no limit, because only limiting downlinks are measured.
 
 Three kinds of node serve no other node, and their uplink counts as 0: nodes that cannot be dialled,
 nodes suspected of sending corrupt chunks, and stragglers. A straggler is a node whose downlink is
@@ -30,9 +30,7 @@ reached this parent.
 """
 
 ASSUMED_BYTES_PER_S = 12.5e6
-"""Assumed rate of each uplink if no rate is known: 100 Mbit/s. Then only the proportions between
-nodes matter.
-"""
+"""Assumed rate of each uplink if no rate is known: 100 Mbit/s."""
 
 STRAGGLER_SHARE = 0.5
 """A node is a straggler if its downlink is slower than this share of the best rate.
@@ -165,7 +163,7 @@ def survey(sites: Sequence[Site], *, learner: Site, rtt_s: Callable[[str, str], 
 def _uplink_rate(uplinks: Sequence[float]) -> float:
     """Return the highest rate at which all uplinks together can feed every receiver.
 
-    The first uplink is the learner's, which also limits the rate.
+    The first uplink is the learner's. No receiver can get data faster than the learner sends.
     """
     return min(uplinks[0], math.fsum(uplinks) / max(1, len(uplinks) - 1))
 

@@ -11,12 +11,13 @@ at the rate
 
     rate(node) = min(rate(parent), uplink(parent) / children(parent), downlink(node))
 
-The first chunk arrives when the parent has received the chunk and sent it to all its children:
+The first chunk arrives when the parent has received the chunk and sent the chunk to all children:
 
     lag(node) = lag(parent) + children(parent) * chunk / uplink(parent) + round trip / 2 + work
 
-The remaining bytes of the version follow at the node's rate. TCP connections are assumed to be at
-full speed, because they are kept from one version to the next.
+Here chunk is the size of a chunk, and work is HOP_WORK_S. The remaining bytes of the version follow
+at the node's rate. TCP connections are assumed to be at full speed, because they are kept from one
+version to the next.
 """
 
 from __future__ import annotations

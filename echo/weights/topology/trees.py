@@ -2,13 +2,14 @@
 
 A tree for the rate r gives each receiver one link of rate r. So a node with an uplink of rate u has
 floor(u / r) **slots** for children, and every receiver needs one slot. A node with slots takes one
-slot and adds at least one slot. So the tree grows from the learner through the nodes with slots,
-the nodes with the most slots first, and then gets its leaves. A rate is possible if and only if
-there are enough slots. Bisection finds the largest possible rate.
+slot and adds at least one slot. So a tree is built from the learner through the nodes with slots,
+in falling order of slots. Leaves are added last. A rate is possible if and only if there are enough
+slots. Bisection finds the largest possible rate.
 
-If regions are known, one link enters each region other than the learner's, so a version crosses
-into a region once. Then the slots within each region also limit the rate. If a single link into a
-region would slow the version down by more than REGION_COST, more links enter the region.
+If regions are known, only one link enters each region (no link enters the learner's region), so a
+version is sent into a region once. Then the slots within each region also limit the rate. If a
+single link into a region would slow the version down by more than REGION_COST, more links enter the
+region.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def chain(fleet: Sites) -> list[int] | None:
 def bounded_tree(
     fleet: Sites, *, does_spare_learner: bool, is_by_region: bool = True, share: float = 1.0
 ) -> list[int] | None:
-    """Return the fastest tree over all nodes that their uplinks allow.
+    """Return the fastest tree over all nodes that the uplinks allow.
 
     None if the nodes cannot serve enough children.
 
@@ -148,9 +149,8 @@ def slots_of(
 def _links_within(groups: Sequence[int]) -> list[int]:
     """Return, for each region, the smallest number of links that start in the region.
 
-    In a region of n nodes, n - 1 nodes get the version from a node of the region, and one node from
-    another region. In the learner's region all n nodes get the version from within, and one more
-    link leads out.
+    In a region of n nodes, n - 1 nodes get the version from a node of the same region. In the
+    learner's region, all n nodes do, and one more link leads to another region.
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
