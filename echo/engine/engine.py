@@ -588,9 +588,9 @@ class VersionSlots:
         """Yield a slot for `version`, and the slot to unload or None.
 
         The `with` block loads `version` into the new slot and unloads the old slot's version, which
-        no call uses. While there are fewer versions than slots, no old slot is yielded. Otherwise
-        `load` waits until an older slot than the newest is unused, and yields the oldest unused
-        slot. If the block raises, the new slot is discarded.
+        no call uses. If a slot is free, no old slot is yielded. Otherwise `load` yields the oldest
+        unused slot, but never the newest slot, and waits for such a slot if necessary. If the block
+        raises, the new slot is discarded.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)

@@ -33,7 +33,7 @@ from echo.leases.book import MAX_WORKERS
 WINDOW = 50
 """Number of newest trained groups from which a worker's mismatch is computed."""
 MIN_EQUAL = 5
-"""Number of groups that an equal must have at a level of staleness to be compared there."""
+"""An equal needs at least this number of groups at a level of staleness."""
 TIMES = 5.0
 """Least ratio of a worker's mismatch to its equals' mismatch at which the worker stands out."""
 FLOOR = 0.005
@@ -115,7 +115,7 @@ class Mismatches:
     def _medians(self) -> dict[_Place, dict[str, float]]:
         """Return place -> worker -> median mismatch of the worker's groups at this place.
 
-        A worker with fewer than MIN_EQUAL groups at a place is left out there.
+        At each place, workers with fewer than MIN_EQUAL groups are left out.
         """
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():

@@ -239,7 +239,7 @@ class WorkerRate:
     """How fast a worker delivered groups."""
 
     tokens_per_s: float
-    """Completion tokens per second during the time in which the worker held at least one group."""
+    """Completion tokens per second while the worker held at least one group."""
     concurrency: int
     """Largest number of rollouts that the worker held at the same time."""
     group_s: float

@@ -14,12 +14,12 @@ interpreter's lock forever, such as a `re` match with catastrophic backtracking 
 power. Such code stalls this process.
 
 **Processes** are for all other tasks. Each process is an interpreter that imports the task and
-little else of Echo (processes/main.py). A process is started for the first call that needs it, and
-executes later calls, too. An episode stays in the process in which it began, because this process
-holds the episode's state. If a call takes too long, or its process dies, the process and its child
-processes are killed. The process's episodes end as lost, and the next call starts a new process. If
-the node's process dies first, the guards (processes/guard.py) end the task's processes within two
-seconds.
+little else of Echo (processes/main.py). A process is started for the first call that needs a
+process, and executes later calls, too. An episode stays in the process in which it began, because
+this process holds the episode's state. If a call takes too long, or its process dies, the process
+and its child processes are killed. The process's episodes end as lost, and the next call starts a
+new process. If the node's process dies first, the guards (processes/guard.py) end the task's
+processes within two seconds.
 
 The process pool of the library pebble would not be enough. The pool unpickles a user's data in this
 process. The pool does not limit memory or the size of a result, and does not kill the children of a

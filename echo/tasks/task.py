@@ -431,7 +431,7 @@ _MODULE = re.compile(r"(?P<module>[^\W\d]\w*(?:\.\w+)*):(?P<name>[^\W\d]\w*)")
 
 
 def _named_modules(kind: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the modules that a task's settings may name, each once."""
+    """Return the distinct names of modules that a task's settings may name."""
     return list(dict.fromkeys(_find_modules({"kind": kind, "options": options})))
 
 

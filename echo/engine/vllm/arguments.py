@@ -218,7 +218,7 @@ def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
-    """Set environment variables that vLLM reads at import and the user has not set."""
+    """Set environment variables that vLLM reads at import, except variables that are set."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -3,8 +3,8 @@
 A swap is a transaction. The engine checks the new weights against the model's shape, pauses
 generation briefly, and sends the weights to vLLM. Then the engine probes the weights (`probe.py`):
 vLLM's log-probabilities of a prompt must match transformers' log-probabilities under the same
-tensors. If the two differ too much, the engine reinstalls the previous version and raises an error.
-If an update fails half way, the model has a mix of two versions. The engine then restarts vLLM with
+tensors. If they differ too much, the engine reinstalls the previous version and raises an error. If
+an update fails half way, the model has a mix of two versions. The engine then restarts vLLM with
 the last version that passed the probe, as it does whenever vLLM dies. The tensors of this version
 are kept in host memory, never on a GPU.
 

@@ -67,8 +67,8 @@ MAX_DRIFT = 1.0
 """A new prompt is made when the prompt has become less likely by this number of nats per token."""
 
 SPARED_S = 1.0
-"""Each swap is checked in float32 if the check takes at most this number of seconds longer than a
-check in 16 bits.
+"""Each swap is checked in float32 if this check takes at most SPARED_S seconds longer than a check
+in 16 bits.
 """
 
 MAX_WIDENED = 1 << 24

@@ -201,7 +201,7 @@ class Newcomer:
 def even_out(
     held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to move so that all workers hold the same number.
+    """Return the leases to move so that all workers hold the same number of leases.
 
     Each lease is returned with its new worker.
 

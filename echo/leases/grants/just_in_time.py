@@ -2,8 +2,8 @@
 
 Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If all
 these groups were granted at once, nearly all would reach the bound on staleness before they are
-trained on, although the learner needs few of these groups so early. `JustInTime` delays a group
-while the next version can still sample the group in time:
+trained on. The learner needs only few of these groups so early. `JustInTime` delays a group while
+the next version can still sample the group in time:
 
     need(b) = (b + 1) B - consumed                    groups that must be accepted for batch b
     have(b) = accepted

@@ -75,8 +75,8 @@ class PartialKeeper:
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
         """Return the action that writes the file of unfinished groups; [] if nothing changed.
 
-        Also return [] if the last call that compared the groups with the file was less than
-        `interval_s` seconds ago.
+        Also return [] if less than `interval_s` seconds have passed since the last comparison of
+        the groups with the file.
         """
         if now < self._saved_at + interval_s:
             return []
