@@ -79,10 +79,13 @@ def render_trace(run: ReportedRun, window: Window) -> bytes:
             f"--trace: {len(events)} events, more than the {MAX_EVENTS} that Perfetto shows well; "
             "choose fewer steps"
         )
+    # Perfetto drops events before 0, such as a lease that was granted before the window.
+    zero = min([begin, *(event["ts"] for event in events)])
     for event in events:
-        event["ts"] = round((event["ts"] - begin) * MICROSECONDS)
-        if "dur" in event:
-            event["dur"] = round(event["dur"] * MICROSECONDS)
+        event["ts"] = round((event["ts"] - zero) * MICROSECONDS)
+        if (ended_at := event.pop("end", None)) is not None:
+            # Both ends are rounded, not the length: a span must not overlap its successor.
+            event["dur"] = round((ended_at - zero) * MICROSECONDS) - event["ts"]
     names = list(_names(nodes))
     return msgspec.json.encode(
         {"traceEvents": names + events, "displayTimeUnit": "ms", "otherData": {"run": run.name}}
@@ -117,9 +120,9 @@ def _names(nodes: Mapping[str, int]) -> Iterator[Event]:
         yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
 
 
-def _span(name: str, pid: int, row: int, start: float, length: float, **facts: Any) -> Event:
+def _span(name: str, pid: int, row: int, start: float, end: float, /, **facts: Any) -> Event:
     return {
-        "ph": "X", "name": name, "pid": pid, "tid": row, "ts": start, "dur": length, "args": facts,
+        "ph": "X", "name": name, "pid": pid, "tid": row, "ts": start, "end": end, "args": facts,
     }  # fmt: skip
 
 
@@ -135,18 +138,19 @@ def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Ite
             continue
         seconds = row.get("eval/seconds")
         if seconds:
-            yield _span(
-                f"evaluation of v{row['eval/version']}", 0, EVALUATING, at - seconds, seconds
-            )
+            name = f"evaluation of v{row['eval/version']}"
+            yield _span(name, 0, EVALUATING, at - seconds, at)
         if row.get("time/step") is None:
             continue
         name, train_s = f"step {row['step']}", row.get("time/train") or 0.0
         waited_s = min(row.get("time/wait_for_batch") or 0.0, row["time/step"])
-        yield _span(name, 0, TRAINING, at - train_s, train_s, reward=row.get("reward/mean"))
+        trained_from = at - train_s
+        yield _span(name, 0, TRAINING, trained_from, at, reward=row.get("reward/mean"))
         facts = {"why": text} if (text := explanation_of(row)) else {}
-        yield _span(name, 0, WAITING, at - train_s - waited_s, waited_s, **facts)
+        yield _span(name, 0, WAITING, trained_from - waited_s, trained_from, **facts)
         if row.get("time/publish"):
-            yield _span(name, 0, PUBLISHING, at - row["time/step"], row["time/publish"])
+            began_at = at - row["time/step"]
+            yield _span(name, 0, PUBLISHING, began_at, began_at + row["time/publish"])
 
 
 class _Leases:
@@ -201,7 +205,7 @@ def _lease_events(
         pid = nodes.setdefault(lease.worker, len(nodes))
         row = rows.setdefault(lease.worker, _Rows()).take(lease.at, at)
         name, facts = f"group {lease.group}", {"attempt": lease.attempt, "end": how}
-        return _span(name, pid, row, lease.at, at - lease.at, **facts)
+        return _span(name, pid, row, lease.at, at, **facts)
 
     for record in read_records(run.run_dir):
         if record.at > end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import struct
@@ -310,6 +311,25 @@ def test_leases_steps_and_decisions_are_on_one_clock(run_dir: Path) -> None:
     assert {name for name, _ in spans} == {"group 1", "group 2", "group 3", *steps}
     [mark] = [e for e in events if e["ph"] == "i" and e["ts"] == 1_500_000]
     assert mark["name"] == "v3 published"
+
+
+def test_no_span_lies_before_0_or_overlaps_its_successor(run_dir: Path) -> None:
+    ends = [1000.0, *(1002 + tenth / 1e7 for tenth in range(6, 60, 7))]
+    rows: list[dict[str, Any]] = []
+    for group, (start, end) in enumerate(itertools.pairwise(ends)):
+        lease = {"group": group, "worker": "w1"}
+        rows += [
+            {"kind": "granted", "at": start, **lease},
+            {"kind": "accepted", "at": end, "tokens": 9, **lease},
+        ]
+    write_ledger(run_dir, rows)
+    events = json.loads(render_trace(read_run(run_dir), (3, 5)))["traceEvents"]
+    leases = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert {lease["tid"] for lease in leases} == {0}
+    assert leases[0]["ts"] == 0  # granted before the window
+    ends_us = [lease["ts"] + lease["dur"] for lease in leases]
+    assert all(end <= lease["ts"] for end, lease in zip(ends_us, leases[1:], strict=False))
+    assert all(event["ts"] >= 0 for event in events if event["ph"] != "M")
 
 
 def test_every_lease_ends_in_the_way_that_the_ledger_has(run_dir: Path) -> None:
