@@ -165,6 +165,8 @@ class ObservedFleet:
     num_storing: int = 0
     """Number of groups that the learner writes to its disk."""
     num_standby: int = 0
+    joining: tuple[str, ...] = ()
+    """Workers that have said hello and are not ready yet."""
     nodes: tuple[ObservedNode, ...] = ()
     """Relays, and workers that are not on standby."""
     num_useless: int = 0
@@ -360,12 +362,17 @@ def describe_wait(fleet: ObservedFleet) -> str:
         if others := held[MAX_WORKERS_LISTED:]:
             parts.append(f"{len(others)} others have {sum(each.num_leases for each in others)}")
     else:
-        why = "every worker is on standby" if fleet.num_standby else "no worker is connected"
-        parts = [f"{fleet.num_missing} groups", why]
+        parts = [f"{fleet.num_missing} groups", _without_workers(fleet)]
     if fleet.num_useless >= fleet.groups_per_step:
         useless = f"nothing could be learned from the last {fleet.num_useless} groups"
         parts.append(f"{useless} ({fleet.useless})")
     return "; ".join(parts)
+
+
+def _without_workers(fleet: ObservedFleet) -> str:
+    if fleet.joining:
+        return f"{_names(fleet.joining)} {_verb(fleet.joining, 'is', 'are')} joining"
+    return "every worker is on standby" if fleet.num_standby else "no worker is connected"
 
 
 def _missing(fleet: ObservedFleet) -> str:
@@ -439,13 +446,14 @@ def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
 
 
 def _no_worker(fleet: ObservedFleet) -> Explanation:
-    why = "every worker is on standby" if fleet.num_standby else "no worker is connected"
-    return Explanation(
-        "no_worker", "workers", "activation.mode" if fleet.num_standby else "",
-        f"{_missing(fleet)}: {why}",
-        'set activation.mode = "off" or raise activation.margin' if fleet.num_standby
-        else "start workers with the join string of the run",
-    )  # fmt: skip
+    setting, remedy = "", "start workers with the join string of the run"
+    if fleet.joining:
+        remedy = "a worker loads model and engine first, and its log says how far it is"
+    elif fleet.num_standby:
+        setting = "activation.mode"
+        remedy = 'set activation.mode = "off" or raise activation.margin'
+    chain = f"{_missing(fleet)}: {_without_workers(fleet)}"
+    return Explanation("no_worker", "workers", setting, chain, remedy)
 
 
 def _granting(tally: Tally, fleet: ObservedFleet) -> Explanation:

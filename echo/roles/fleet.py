@@ -105,6 +105,7 @@ class FleetView:
             is_closed=is_closed,
             wait_reason=scheduler.wait_reason(workers, newest),
             num_standby=len(self._roster.members("worker")) - len(workers),
+            joining=tuple(self._roster.joining("worker")),
             nodes=tuple(
                 self._observe_worker(member, is_fresh=member.installed in fresh)
                 if member.role == "worker"

@@ -291,6 +291,11 @@ class Roster:
         """Return all admitted nodes, or only the nodes with this role."""
         return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
+    def joining(self, role: str) -> list[str]:
+        """Return the names of the nodes with this role that are not admitted yet."""
+        nodes = self.nodes.values()
+        return [m.node_id for m in nodes if not m.is_admitted and m.role == role]
+
     def active(self, role: str | None = None) -> list[Member]:
         """Return all admitted nodes that are not on standby, or only the nodes with one role."""
         return [member for member in self.members(role) if not member.is_standby]

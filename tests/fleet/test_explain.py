@@ -176,6 +176,14 @@ def test_a_wait_without_groups_has_its_reason(state: ObservedFleet, cause: str) 
     assert explained(state).cause == cause
 
 
+def test_workers_that_are_joining_are_named_and_no_others_asked_for() -> None:
+    state = fleet(joining=("w1", "w2"))
+    assert describe_wait(state).endswith("w1 and w2 are joining")
+    found = explained(state)
+    assert "w1 and w2 are joining" in found.chain
+    assert "start workers" not in found.remedy
+
+
 @pytest.mark.parametrize(
     ("parts", "cause"),
     [
