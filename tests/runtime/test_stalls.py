@@ -270,8 +270,12 @@ def test_the_time_without_a_worker_is_no_wait_for_its_groups(make_world: MakeWor
     world.learner()
     world.run(200.0)
     assert [each["cause"] for each in explained(world)] == ["no_worker"]
+    stalls = world.node("learner")._stalls
+    assert "start workers" in stalls.waiting_for
     for name in WORKERS:
         world.worker(name, rated=PACE)
+    world.run_until(lambda: "w1 has" in stalls.waiting_for, within_s=200.0)
+    assert "start workers" not in stalls.waiting_for
     world.run_until(lambda: world.step >= 2, within_s=200.0)
     assert len(explained(world)) == 1
     first = world.rows[1]

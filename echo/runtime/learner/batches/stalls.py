@@ -160,7 +160,8 @@ class Stalls:
         had_workers = bool(self._fleet.workers)
         self._looked_at, self._fleet = now, self._observe()
         if self._fleet.workers and not had_workers:
-            self._waits_from, self._waited_s = now, 0.0  # the wait for a worker is over
+            # The wait for a worker is over, and so is what was said of it.
+            self._waits_from, self._waited_s, self.current = now, 0.0, None
 
     def _observe(self) -> ObservedFleet:
         progress = self._progress
