@@ -1,4 +1,4 @@
-"""Compare dispatch by speed with and without copies of last groups.
+"""Compare dispatch by speed with and without copies of last groups, just in time and eager.
 
 The real nodes of learner and workers run on virtual time (april/lab.py); only sampling and training
 are replaced by their durations. Lengths are log-normal with a heavy tail. The fleets: a worker and
@@ -106,6 +106,8 @@ RULES: dict[str, dict[str, Any]] = {
     "speed, copies 3": {"hedge_factor": 3.0},
     "speed, copies 2": {"hedge_factor": 2.0},
     "speed, copies 1.5": {"hedge_factor": 1.5},
+    "eager": {"is_eager": True},
+    "eager, copies 2": {"is_eager": True, "hedge_factor": 2.0},
 }
 
 
@@ -137,6 +139,7 @@ def figures(lab: Lab, engines: Sequence[TimedEngine]) -> dict[str, float]:
         "step_p95_s": times[int(0.95 * (len(times) - 1))],
         "step_max_s": times[-1],
         "wasted_share": sum(u.num_stopped for u in uses) / sum(u.num_tokens for u in uses),
+        "mean_staleness": statistics.fmean(s["mean_staleness"] for s in lab.steps[WARM_UP:]),
         "stale": counts["discarded/stale"],
         "copies": counts["hedges/issued"],
     }
@@ -149,11 +152,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="after five to warm up")
     parser.add_argument("--tail", type=float, default=1.0, help="sigma of the log of the lengths")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 3])
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=[*RULES], metavar="RULE")
     options = harness.parse(parser, seeds=1, steps=3, staleness=[1])
     rows = []
     for max_staleness in options.staleness:
         for fleet in FLEETS:
-            for rule in RULES:
+            for rule in options.rules:
                 runs = [
                     measure(
                         fleet,
@@ -171,6 +175,7 @@ def main() -> None:
                     "step_p95_s",
                     "step_max_s",
                     "wasted_share",
+                    "mean_staleness",
                     "stale",
                     "copies",
                 ):
@@ -182,7 +187,7 @@ def main() -> None:
                     f"S={max_staleness}  {fleet:34}{rule:20}"
                     f"step {row['step_mean_s']:7.2f} +- {row['step_mean_s_spread']:.2f} s, "
                     f"95 % {row['step_p95_s']:7.2f} s, wasted {row['wasted_share']:.3f}, "
-                    f"stale {row['stale']:.1f}",
+                    f"staleness {row['mean_staleness']:.2f}, stale {row['stale']:.1f}",
                     flush=True,
                 )
     print(harness.save("dispatch", {"options": vars(options), "rows": rows}))

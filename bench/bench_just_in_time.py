@@ -2,11 +2,14 @@
 
     python bench/bench_just_in_time.py --only grid --name grid [--rates 2.0]
     python bench/bench_just_in_time.py --only fleets --name fleets [--seeds 0 30]
+    python bench/bench_just_in_time.py --only quickstart --name quickstart --seeds 0 2
+    python bench/bench_just_in_time.py --only quickstart --name smollm2 --model smollm2 --bounds 2
 
 Each case runs on virtual time with `sync.eager` and without, for several draws of the lengths of
 completions. A figure is the mean of the draws: the first group that is granted later changes the
 lengths of all later groups, so two runs of one draw differ by chance, too. `grid` gives six equal
 workers these shares of the required rate; `fleets` draws unequal fleets, and some lose workers.
+`quickstart` runs the real quickstart of each seed at each bound, in turns.
 
 The staleness that is forced: a token that is sampled u steps before its batch is trained is sampled
 from the newest version that is installed by then,
@@ -20,22 +23,28 @@ With a period of 1 and T_bcast below it, forced(u) is ceil(T_bcast / T_train + u
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from bench_rule import TRAIN_S, make_job, make_scenario
 from harness import new_parser, parse, save
+from learning.quickstart import read_evaluations, train
 
 from echo.config.fleet_schema import FaultRow, SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.fleet.overlap import predict
+from echo.records.run_files import read_metrics
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
 from echo.sim.summary import Summary, summarise
+from echo.ui.summary import summarise_run
 
 RATES = (0.8, 1.0, 1.2, 2.0, 4.0)
 GRID = ((2, 1, 0.1, 0.5), (2, 1, 0.5, 0.5), (6, 1, 0.1, 0.5), (6, 2, 1.5, 0.5), (11, 4, 3.0, 0.5),
@@ -227,6 +236,52 @@ def _difference(values: list[float]) -> dict[str, float]:
     return {"mean": fmean(values), "standard_error": error}
 
 
+def measure_quickstart(bound: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the quickstart eager and just in time; odd seeds begin with the other one."""
+    turns = [("eager", True), ("just_in_time", False)]
+    row: dict[str, Any] = {"max_staleness": bound, "seed": seed}
+    for name, is_eager in turns if seed % 2 == 0 else reversed(turns):
+        with tempfile.TemporaryDirectory() as scratch:
+            settings = [
+                *options.set,
+                f"run.max_steps={options.steps}",
+                f"sync.max_staleness={bound}",
+                f"sync.eager={str(is_eager).lower()}",
+                f"run.dir={scratch}",
+                "run.name=run",
+            ]
+            train("addition", seed, settings, timeout_s=options.timeout_s, model=options.model)
+            row[name] = _run_figures(Path(scratch) / "run")
+    return row
+
+
+def _run_figures(run_dir: Path) -> dict[str, Any]:
+    summary, steps = summarise_run(run_dir), read_metrics(run_dir).train
+    waited_s = sum(step["time/wait_for_batch"] for step in steps)
+    return {
+        "staleness": round(summary.mean_staleness, 3),
+        "max_staleness": max(summary.staleness_tokens),
+        "idle_share": round(waited_s / sum(step["time/step"] for step in steps), 4),
+        "run_s": round(summary.wall_time_s, 1),
+        "discarded": summary.discarded,
+        "thrown_away": round(summary.num_too_old / max(1, summary.num_sampled), 4),
+        "evaluations": read_evaluations(run_dir / "metrics.jsonl"),
+    }
+
+
+def show_quickstart(row: dict[str, Any]) -> str:
+    """Return a line for the terminal."""
+    parts = [f"quickstart S {row['max_staleness']:2d} seed {row['seed']}"]
+    for name in ("eager", "just_in_time"):
+        run = row[name]
+        last = run["evaluations"][-1]
+        parts.append(
+            f"{name}: staleness {run['staleness']:.2f} idle {run['idle_share']:.3f} "
+            f"discarded {run['discarded']} held-out {last['sampled']:.3f} {last['greedy']:.3f}"
+        )
+    return "; ".join(parts)
+
+
 def show(row: dict[str, Any]) -> str:
     """Return a line for the terminal."""
     eager, late = row["eager"], row["just_in_time"]
@@ -246,13 +301,22 @@ def show(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--only", choices=("fleets", "grid"))
+    parser.add_argument("--only", choices=("fleets", "grid", "quickstart"))
     parser.add_argument("--name", default="all", help="the end of the result's name")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30))
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--draws", type=int, default=6, help="of the lengths, for each case")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[2, 11], help="quickstart")
+    parser.add_argument("--model", help="a pretrained one for the quickstart")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="quickstart"
+    )
+    parser.add_argument("--timeout-s", type=float, default=300, help="for one quickstart")
     options = parse(parser, seeds=(0, 2), rates=(2.0,), steps=40, draws=1)
+    if options.only == "quickstart":
+        run_quickstarts(options)
+        return
     cases: list[tuple[str, tuple[Scenario, dict[str, Any]]]] = []
     if options.only != "fleets":
         cells = [(cell, rate) for rate in options.rates for cell in GRID]
@@ -268,6 +332,17 @@ def main() -> None:
             f"just_in_time_{options.name}",
             {"steps": options.steps, "draws": options.draws, "cases": rows},
         )
+
+
+def run_quickstarts(options: argparse.Namespace) -> None:
+    """Run every seed at every bound, and save what there is after each."""
+    rows: list[dict[str, Any]] = []
+    for seed in range(*options.seeds):
+        for bound in options.bounds:
+            rows.append(measure_quickstart(bound, seed, options))
+            print(show_quickstart(rows[-1]), flush=True)
+            result = {"model": options.model, "steps": options.steps, "settings": options.set}
+            save(f"just_in_time_{options.name}", result | {"cases": rows})
 
 
 if __name__ == "__main__":

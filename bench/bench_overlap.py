@@ -1,16 +1,18 @@
 """Check the overlap model's idle share with real processes.
 
-    python bench/bench_overlap.py [--steps 30] [--rates 0.8 1.0 1.2] [--real RUN]
+    python bench/bench_overlap.py [--steps 30] [--rates 0.8 1.0 1.2] [--eager] [--real RUN]
 
 A learner and workers talk over sockets on loopback, encrypted, recorded, acknowledged. Only the
 model work takes a given time (nodes/timed_node.py), so that the rate of the workers is known: these
-shares of the rate that the rule asks for. The first fifth of the steps is run-in. `--real` names
+shares of the rate that the rule asks for. The first fifth of the steps is run-in. With `--eager`
+each share is run a second time, with groups granted as early as the bound allows. `--real` names
 the directory of a finished run with real models: its idle share is compared with the one that is
 predicted from the rates it recorded, as `echo-plan --from` does.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from dataclasses import asdict
@@ -32,12 +34,13 @@ WORKERS, SLOTS = 4, 2
 MAX_STALENESS, PERIOD, STEP_S, SPREAD = 3, 1, 3.0, 0.1
 
 
-def run(share: float, steps: int, where: Path) -> dict[str, Any]:
+def run(share: float, steps: int, where: Path, *, is_eager: bool) -> dict[str, Any]:
     """Run at a share of the required rate; return measured and predicted idle share."""
     save_tiny_model(where / "model", build_model(seed=0))
     # All slots together make GROUPS / STEP_S groups per second at the required rate.
     group_s = WORKERS * SLOTS * STEP_S / (GROUPS * share)
     timed = [f"--step-s={STEP_S}", f"--group-s={group_s}", f"--spread={SPREAD}"]
+    timed += ["--set", f"sync.eager={str(is_eager).lower()}"]
     run_dir = run_nodes(
         "nodes.timed_node",
         where,
@@ -52,7 +55,7 @@ def run(share: float, steps: int, where: Path) -> dict[str, Any]:
         max_concurrent_rollouts=SLOTS * SIZE,
         dead_after_s=20,
     )
-    return compare(run_dir, share, group_s)
+    return {"eager": is_eager, **compare(run_dir, share, group_s)}
 
 
 def compare(run_dir: Path, share: float, group_s: float) -> dict[str, Any]:
@@ -116,12 +119,14 @@ def main() -> None:
     parser = harness.new_parser(__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.8, 1.0, 1.2])
+    parser.add_argument("--eager", action="store_true", help="in turns with just in time")
     parser.add_argument("--real", type=Path, metavar="RUN")
     arguments = harness.parse(parser, steps=8, rates=[1.0])
     rows = []
-    for share in arguments.rates:
+    turns = [False, True] if arguments.eager else [False]
+    for share, is_eager in itertools.product(arguments.rates, turns):
         with tempfile.TemporaryDirectory() as scratch:
-            rows.append(run(share, arguments.steps, Path(scratch)))
+            rows.append(run(share, arguments.steps, Path(scratch), is_eager=is_eager))
         print(rows[-1], flush=True)
     result: dict[str, Any] = {
         "groups_per_step": GROUPS,

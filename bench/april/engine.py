@@ -59,6 +59,8 @@ class Setting:
     """Tokens of each row between two looks at the clock."""
     hedge_factor: float | None = None
     """Copies of the last groups, as in the configuration; None for none."""
+    is_eager: bool = False
+    """Whether groups are granted as early as the bound allows, as with `sync.eager`."""
     prompt_tokens: int = 200
     max_tokens: int = 16384
     median_tokens: float = 3000.0

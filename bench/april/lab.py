@@ -197,6 +197,7 @@ def make_role(content: Content, config: Config, key: Ed25519PrivateKey) -> Learn
                 group_size=setting.group_size, vocab_size=content.vocab_size,
                 max_completion_tokens=content.sampling.max_completion_tokens, trims_stale=True,
                 heartbeat_s=network.heartbeat_s, hedge_factor=setting.hedge_factor,
+                is_eager=setting.is_eager,
                 max_zero_signal_groups=20 * setting.groups_per_step,
             ),
             site=Site(LEARNER_ID, "learner", ADDRESS),

@@ -98,7 +98,7 @@ class Departure:
         if is_standby == (self.standby_since is not None):
             return []
         self.standby_since = now if is_standby else None
-        text = "not needed for now: standing by" if is_standby else "needed: active again"
+        text = "gets no more groups: standing by" if is_standby else "gets groups again"
         return [Note("info", text)]
 
     def is_due(self, *, lost_at: float, now: float) -> bool:
