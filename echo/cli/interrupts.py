@@ -2,7 +2,7 @@
 
     while modules are imported, or figures computed   prints one line and exits: nothing to undo
     within `unwinding`                                prints one line; SystemExit runs `finally`
-    while a node runs (cli/commands/node.py)          the first drains it, the second stops it
+    while a node runs (cli/commands/node.py)          the first drains the node, the second stops it
 
 The exit code is always 128 + the signal's number, as in shells. The package imports this module
 first, so that signals are handled during the other imports. Keep this module small.

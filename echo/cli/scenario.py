@@ -25,8 +25,8 @@ def load_scenario(
         files: the scenario's files and their texts, as `read_files` returns them.
         overrides: settings from the command line, each with its option's text.
         name: the scenario's name, which is shown in headings.
-        plan: a plan.json. It sets the numbers of nodes and the publish period if the scenario does
-            not set them. Without it, all nodes on offer are rented.
+        plan: a plan.json with defaults for the numbers of nodes and the publish period. None: all
+            nodes on offer are rented.
 
     Raises:
         ConfigError: if anything is wrong; the text lists every problem with its source and its row.

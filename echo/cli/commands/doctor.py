@@ -1,4 +1,4 @@
-"""`echo-rl doctor`: checks whether this machine can run a node, and what would make it slow.
+"""`echo-rl doctor`: checks whether this machine can run a node, and finds causes of slowness.
 
 Each check ends within seconds and leaves nothing behind. Without a configuration or a join string
 only the machine is checked.
@@ -158,7 +158,7 @@ def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
 
 
 def check_joining(config: Config, role: Role) -> Iterator[Finding]:
-    """Connect to the learner, and compare its settings and files with this node's."""
+    """Connect to the learner; compare the learner's settings and files with this node's."""
     section = config.relay if role == "relay" else config.worker
     source = JoinSource(role, section.connect, config.security, config.run_dir)  # type: ignore[arg-type]
     for report in asyncio.run(_try_links(config, source)):

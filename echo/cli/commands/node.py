@@ -1,4 +1,4 @@
-"""`echo-rl node`: run one learner, worker or relay."""
+"""`echo-rl node`: runs one learner, worker or relay."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """The result of checking whether a node could start."""
+    """The result of the checks before a node starts."""
 
     problems: tuple[str, ...] = ()
     """Problems that would stop the node in its first minute."""
@@ -256,7 +256,7 @@ def _check_files(config: Config, role: Role) -> None:
 
 
 def check_model(config: Config, role: str) -> None:
-    """Check the model directories that this node's configuration names, without torch.
+    """Check the configured model directories without importing torch.
 
     Raises:
         DataError: if a model directory is missing, or holds a quantised model.
@@ -289,7 +289,7 @@ def _check_data(config: Config, role: Role, *, has_model: bool) -> StartCheck:
 
 
 def _preview(config: Config, task: Task) -> StartCheck:
-    """Return a preview of the learner's run, made with its tokenizer.
+    """Return a preview of the learner's run, made with the learner's tokenizer.
 
     The preview is empty if the tokenizer is not on this machine.
 
@@ -342,7 +342,7 @@ def _attention_notice(config: Config) -> list[str]:
 
 
 def _gpu_bytes(config: Config, role: Role) -> int | None:
-    """Return the free bytes of this role's GPU; None if it uses the CPU."""
+    """Return the free bytes of this role's GPU; None if the role uses the CPU."""
     if role == "relay":
         return None
     device = config.learner.device if role == "learner" else config.worker.device
@@ -360,8 +360,8 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 SAME_SIGNAL_S = 1.0
 """Seconds after a counted signal in which further signals are ignored.
 
-Otherwise one Ctrl-C could count twice. A terminal sends it to the node and to a launcher, and the
-launcher forwards it.
+Otherwise one Ctrl-C could count twice: the terminal sends the signal to the node and to a launcher,
+and the launcher forwards it.
 """
 
 
@@ -614,7 +614,7 @@ def report_finished(config: Config) -> bool:
 
 
 class Operator:
-    """Passes the learner's metrics to the sinks, and its status to the live view."""
+    """Passes the learner's metrics to the sinks, and the learner's status to the live view."""
 
     is_watching = True
 
@@ -796,7 +796,7 @@ def line_of_resume(arguments: argparse.Namespace) -> list[str]:
 
 
 def configuration_of(arguments: argparse.Namespace) -> Config:
-    """Return the configuration from the command line, its file, and ECHO_JOIN.
+    """Return the configuration from the command line, the configuration file and ECHO_JOIN.
 
     Raises:
         ConfigError: if a value is wrong or missing; the text lists every error.

@@ -414,7 +414,7 @@ def divide_site(request: FleetRequest) -> Division:
     """Return the best division of the request's GPUs between training and generation.
 
     Raises:
-        PlanError: if no GPUs have enough memory for training, or none for generation.
+        PlanError: if no GPUs have enough memory for training or for generation.
     """
     job = request.job_row
     counts: dict[str, int] = {request.learner.gpu: request.learner.num_gpus}

@@ -267,7 +267,8 @@ def free_settings(config: Config, held: ExitStack) -> list[str]:
 
     Args:
         config: the configuration, with the name and the ports to try first.
-        held: reserves the ports, so that other programs cannot take them until it is closed.
+        held: reserves the ports until this stack is closed, so that other programs cannot take
+            them.
     """
     name, number = config.run.name, 1
     while not _claim(Path(config.run.dir) / name):
@@ -281,11 +282,12 @@ def free_ports_of(path: Path, held: ExitStack) -> None:
 
     Afterwards the run can be resumed. Overrides are no alternative: the learner refuses a changed
     address as unsafe, because running nodes would dial the old address. The quickstart restarts all
-    nodes, so its change is safe.
+    nodes, so the change is safe.
 
     Args:
         path: the run's config.json.
-        held: reserves the ports, so that other programs cannot take them until it is closed.
+        held: reserves the ports until this stack is closed, so that other programs cannot take
+            them.
 
     Raises:
         StorageError: if the run is under way.
