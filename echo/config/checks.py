@@ -1,4 +1,4 @@
-"""Rules that compare the values of several keys. Each rule states its reason.
+"""Checks rules that compare the values of several keys. Each rule states its reason.
 
 If a value is invalid on its own, load.py drops the problems of all rules that read the value.
 """
@@ -19,8 +19,8 @@ from echo.wire.codec import BYTES_PER_BRANCH, BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
 BYTES_PER_LIKELY_ID = 5
-"""Largest number of bytes of a likely id with its log-probability. It holds for vocabularies of up
-to 2 million ids."""
+"""Largest number of bytes of a likely id with its log-probability, in vocabularies of up to 2
+million ids."""
 
 
 def check_config(config: Config, role: Role | None) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Types of configuration values, and the base of all sections.
+"""Defines the types of configuration values and the base class of all sections.
 
 Each type checks a single value. The error says what to write instead. echo/config/load.py adds the
 file, the key and the value to the error.
@@ -29,8 +29,7 @@ from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 MAX_NAME_LENGTH = 64
-"""Largest number of characters in the name of a node, a run or a region. A word in a message may
-have up to 128 characters."""
+"""Largest number of characters in the name of a node, a run or a region."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{22}")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
@@ -243,7 +242,7 @@ Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
     BeforeValidator(_one_is_a_list),
 ]
-"""Two numbers from 0 to below 1."""
+"""Two numbers, each at least 0 and below 1."""
 
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_one_is_a_list)]
 """A list of names; a single name needs no brackets."""

@@ -1,4 +1,4 @@
-"""Rules that compare several rows of fleet and scenario files.
+"""Checks rules that compare several rows of fleet and scenario files.
 
 The rules also read invalid rows, so that one pass finds every problem. If a value is invalid,
 fleet_file.py drops the problems of all rules that read the value.
@@ -53,7 +53,7 @@ def _names(rows: Rows, table: str) -> list[str]:
 
 
 def _check_name(path: KeyPath, name: object, known: Collection[str]) -> Iterator[Problem]:
-    """Report a name that is not in `known`, with the most similar known name."""
+    """If a name is not in `known`, report the name and the most similar known name."""
     if not isinstance(name, str) or name in known:
         return
     by_fold = {_fold(other): other for other in known}
@@ -212,10 +212,10 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the number of rented nodes of each offer.
 
-    [sim] takes precedence over the plan. If neither has a number for an offer, a plan means no
-    nodes; without a plan all nodes on offer are rented. A number above the nodes on offer is
-    ignored here, because a list of that length may exceed the memory. `scenario_rules` reports such
-    a number.
+    [sim] takes precedence over the plan. If neither has a number for an offer, the result depends
+    on the plan: with a plan no nodes are rented, and without a plan all nodes on offer. A number
+    above the nodes on offer is ignored here, because a list of that length may exceed the memory.
+    `scenario_rules` reports such a number.
     """
     counts = dict(offered)
     if plan is not None:

@@ -33,7 +33,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 MAX_COUNT = 100_000
 """Largest number of nodes of one offer."""
 LEARNER_REGION = "learner"
-"""The region of a simulated learner, from which the routes to all regions lead."""
+"""The name of the simulated learner's region."""
 
 
 class JobRow(Strict):
@@ -79,7 +79,7 @@ class LearnerRow(Strict):
     """The learner's machine."""
 
     gpu: Name
-    """GPU by name."""
+    """Name of the GPU."""
     num_gpus: Count = 1
     """Number of GPUs that train together."""
     train_s: Annotated[Seconds, Field(gt=0)] | None = None
@@ -107,7 +107,7 @@ class RegionRow(Strict):
     """A region, and the network path to this region from the learner."""
 
     name: Name
-    """Name of the region, which offers use."""
+    """Name of the region, for use in [[offers]]."""
     mbit_per_s: Positive | None = None
     """Mbit/s of one stream from the learner to the region. If it is missing, there is no path."""
     latency_s: Seconds = 0.0
@@ -146,16 +146,16 @@ class OfferRow(Strict):
     concurrency: Count | None = None
     """Rollouts that one node samples at the same time; needed with tokens_per_s."""
     losses_per_h: Amount = 0.0
-    """How often per hour one such node is preempted, as spot machines are."""
+    """Number of preemptions per hour of one node, for spot machines."""
     restart_s: Seconds = 300.0
     """Time until a lost node is replaced."""
 
 
 class GpuRow(Strict):
-    """A GPU to add to the catalogue; it replaces a GPU with the same name."""
+    """A GPU to add to the catalogue, or to replace the catalogue's GPU with the same name."""
 
     name: Name
-    """Name of the GPU, which offers and the learner use."""
+    """Name of the GPU, for use in [[offers]] and [learner]."""
     tflops: Positive
     """Peak rate of dense bfloat16 products, in 10^12 operations per second."""
     gb_per_s: Positive
@@ -170,7 +170,7 @@ class ModelRow(Strict):
     """A model to add to the catalogue."""
 
     name: Name
-    """Name of the model, which the job uses."""
+    """Name of the model, for use in [job]."""
     num_params: Positive
     """Number of parameters."""
     num_layers: Count
@@ -178,9 +178,9 @@ class ModelRow(Strict):
     hidden_size: Count
     """Width of a layer's states."""
     num_kv_heads: Count
-    """Number of heads of keys and values."""
+    """Number of attention heads of keys and values."""
     head_dim: Count = 128
-    """Width of a head."""
+    """Width of an attention head."""
 
 
 class SimRow(Strict):
@@ -200,17 +200,17 @@ class SimRow(Strict):
     """Profile with the defaults of the next four keys. The defaults shown here are those of
     "wan"."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
-    """As network.heartbeat_s."""
+    """Same as network.heartbeat_s."""
     dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
-    """As network.dead_after_s."""
+    """Same as network.dead_after_s."""
     lease_timeout_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.lease_timeout_s"]
-    """As network.lease_timeout_s."""
+    """Same as network.lease_timeout_s."""
     reconnect_for_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.reconnect_for_s"]
-    """As network.reconnect_for_s."""
+    """Same as network.reconnect_for_s."""
     is_paced: bool = True
     """Whether leases limit the workers to the demand; if false, every idle worker gets work."""
     is_eager: bool = False
-    """As sync.eager."""
+    """Same as sync.eager."""
     alone_speedup: Annotated[float, Field(ge=1)] = 2.0
     """Ratio of a sequence's sampling speed alone to its speed in a full engine."""
     speed_spread: Share = 0.0

@@ -1,8 +1,8 @@
 """Reads settings from files and overrides in layers, and keeps the source of each value.
 
-Run, fleet and scenario files are read by this module. A layer is one file or one `--set`. A later
-layer overrides an earlier layer. A `Schema` defines the keys. All problems are reported at once,
-each with its source, key, value and remedy.
+This module reads run, fleet and scenario files. A layer is one file or one `--set`. A later layer
+overrides an earlier layer. A `Schema` defines the keys. All problems are reported at once, each
+with its source, key, value and remedy.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
     """Return a setting for a missing key: no value, and a source for messages.
 
-    The source is that of the nearest key that the user has set. Without such a key it is
-    `file_name`.
+    The source is the source of the nearest key that the user has set. If there is no such key, the
+    source is `file_name`.
     """
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():

@@ -133,7 +133,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), role: str | Non
     Args:
         path: the configuration file, which all roles share.
         overrides: texts "section.key=value". A value that is not TOML is text.
-        role: learner, worker or relay, whose required keys must be set; None requires no key.
+        role: the role whose required keys must be set: learner, worker or relay. None requires no
+            key.
 
     Raises:
         ConfigError: if anything is wrong. The message lists every problem with file, key, value and
@@ -604,7 +605,7 @@ def inherited_settings(config: Config) -> dict[str, Any]:
 
 
 def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
-    """Return one line for each setting of the worker that contradicts the learner's."""
+    """Return one line for each setting of the worker that contradicts the learner's settings."""
     own = _inherited_values(config)
     del own[_TEMPLATE]
     given = config.model.chat_template

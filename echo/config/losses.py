@@ -88,7 +88,7 @@ class LossSection(Section):
         return None
 
     def own_options(self) -> dict[str, Any]:
-        """Return the parameters of this loss alone, by name. `false` becomes None."""
+        """Return the parameters that only this loss has, by name. `false` becomes None."""
         own = self.model_dump(exclude={"kind", *MaskedLossSection.model_fields})
         return {name: None if value is False else value for name, value in own.items()}
 
@@ -105,17 +105,17 @@ class LossSection(Section):
 
 
 class MaskedLossSection(LossSection):
-    """A loss that leaves out rollouts with ratios out of range, if the user sets limits."""
+    """A loss with optional limits on ratios. Rollouts outside the limits are left out."""
 
     geometric_low: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts whose tokens' ratios have a geometric mean below this. The usual 0.99
-    leaves out nearly every stale rollout."""
+    """Leave out rollouts whose tokens' ratios have a geometric mean below this value. The usual
+    0.99 leaves out nearly every stale rollout."""
     geometric_high: float | None = Field(default=None, ge=1)
-    """Leave out rollouts whose tokens' ratios have a geometric mean above this."""
+    """Leave out rollouts whose tokens' ratios have a geometric mean above this value."""
     veto: float | None = Field(default=None, ge=0, le=1)
-    """Leave out rollouts with a token whose ratio is below this; 1e-4 is usual."""
+    """Leave out rollouts with a token whose ratio is below this value; 1e-4 is usual."""
     opsm: float | None = Field(default=None, ge=0)
-    """Leave out rollouts with a negative advantage whose mean log-ratio is below minus this, in
+    """Leave out rollouts with a negative advantage and a mean log-ratio below minus this value, in
     nats per token; 1e-4 is usual."""
 
     def masks(self) -> dict[str, float | None]:

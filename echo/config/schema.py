@@ -1,10 +1,10 @@
 """Defines all configuration keys: type, limits, default and meaning.
 
 All roles share one file. Each class is one section of the TOML file. The text under a field is the
-field's help, unit first. Keys ending in `_s` are durations and accept text such as "30s". Keys
-ending in `_bytes` are sizes and accept text such as "8GiB". If a default is missing here, each
-profile has its own default. losses.py has the kinds of `[loss]`. checks.py has the rules that
-compare several keys.
+field's help, which begins with the unit. Keys ending in `_s` are durations and accept text such as
+"30s". Keys ending in `_bytes` are sizes and accept text such as "8GiB". If a default is missing
+here, each profile has its own default. losses.py has the kinds of `[loss]`. checks.py has the rules
+that compare several keys.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class SamplingSection(Section):
     max_completion_tokens: Inherited[int] = Field(ge=1, le=2**24)
     """Largest number of tokens of a completion, including the stop token."""
     min_tokens: Inherited[int] = Field(default=0, ge=0)
-    """Smallest number of tokens of an answer, or of each turn. Earlier stop tokens and stop texts
-    are ignored."""
+    """Smallest number of tokens of an answer, or of each turn. Stop tokens and stop texts take
+    effect only after this number."""
     stop: Inherited[StopTexts] = ()
     """Texts that end an answer like stop tokens, such as "</answer>". They remain in the answer."""
 
@@ -256,7 +256,7 @@ class BatchSection(Section):
     """Keep groups whose rewards are all equal, although they have no gradient. false: drop them,
     and fill the step with other groups."""
     max_zero_signal_batches: int = Field(default=20, ge=1)
-    """The run ends after this many batches of successive groups without a gradient."""
+    """Number of successive groups without a gradient after which the run ends, in batches."""
 
 
 # --- learning -------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class RentedSection(PricedSection):
     """The price, the loss rate and the release of a rented machine."""
 
     losses_per_h: Dollars = 0.0
-    """How often per hour a machine like this is preempted, as spot machines are."""
+    """Number of preemptions per hour of a machine like this, for spot machines."""
     on_release: str | None = Field(default=None, min_length=1)
     """Shell command that gives the machine back when the run ends or the machine is released."""
     release_after_s: OptionalSeconds = Field(default=None, gt=0)
@@ -342,7 +342,7 @@ class ActivationSection(Section):
     """Which workers generate and which are on standby, chosen by their cost."""
 
     mode: Literal["off", "on"] = "on"
-    """on: only the cheapest sufficient set of the workers with a price generates."""
+    """on: of the workers with a price, only the cheapest sufficient set generates."""
     margin: float = Field(default=0.1, ge=0, le=10)
     """Spare rate of the active workers, as a share of the required rate."""
     budget_per_h: float | None = Field(default=None, gt=0)
@@ -361,20 +361,20 @@ class LearnerSection(Section):
     listen: ListenAddress = "tcp://127.0.0.1:7700"
     """Address to listen on; relays and workers connect to it."""
     advertise: AdvertisedAddress | None = None
-    """Address that others are told to dial, where it differs from `listen`."""
+    """Address that other nodes should dial, if it differs from `listen`."""
     device: Device = "auto"
     """Where to train: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type to compute in; the learner's own weights stay float32. auto: bfloat16 on a GPU, and on a
-    CPU that the first start finds faster with it; otherwise float32."""
+    """Type to compute in; the learner's own weights stay float32. auto: bfloat16 on a GPU; on a CPU
+    bfloat16 if the first start measures a gain, otherwise float32."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 uses all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens, padding included, per forward and backward pass."""
+    """Number of tokens per forward and backward pass, including padding."""
     gradient_checkpointing: Literal["auto", "offload"] | bool = "auto"
     """Recompute activations in the backward pass: less memory, about a third more time. offload:
-    also move the inputs of the layers to the host's memory. auto: only if the activations would not
-    fit otherwise."""
+    also move the inputs of the layers to the host's memory. auto: recompute only if the activations
+    do not fit into memory."""
     compile_layers: Literal["auto"] | bool = "auto"
     """Compile the model's layers (torch.compile): faster steps with less memory, after a wait
     before the first step. auto: on a GPU, in runs of at least 20 steps, if the layers can be
@@ -392,9 +392,10 @@ class WorkerSection(RentedSection):
     connect: DialAddresses = ()
     """Addresses of relays or the learner, tried in order; unset: the address of the join string."""
     listen: ListenAddress | None = None
-    """Address on which to serve weights to other workers; unset: the worker serves none."""
+    """Address at which the worker serves weights to other workers; unset: the worker serves no
+    weights."""
     advertise: AdvertisedAddress | None = None
-    """Address that others are told to dial, where it differs from `listen`."""
+    """Address that other nodes should dial, if it differs from `listen`."""
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_LENGTH)
     """Name in logs and the live view; unset: made from the host's name."""
     device: Device = "auto"
@@ -404,8 +405,8 @@ class WorkerSection(RentedSection):
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Largest number of concurrent rollouts; unset: as many as fit into the memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type to compute in. auto: bfloat16 on a GPU, and on a CPU that the start finds faster with
-    it; otherwise float32."""
+    """Type to compute in. auto: bfloat16 on a GPU; on a CPU bfloat16 if the start measures a gain,
+    otherwise float32."""
 
 
 class RolloutSection(Section):
@@ -422,8 +423,8 @@ class RolloutSection(Section):
     """Sample each group with a single version: newer weights wait until the running groups are
     complete."""
     partial_ship_s: Inherited[OptionalSeconds] = Field(default=30.0, ge=1)
-    """Seconds between copies of unfinished rollouts to disk and learner; false: only when the
-    worker leaves."""
+    """Seconds between two copies of unfinished rollouts to the disk and the learner; false: copy
+    them only when the worker leaves."""
 
 
 class EngineSection(Section):
@@ -481,7 +482,7 @@ class RelaySection(PricedSection):
     listen: ListenAddress = "tcp://127.0.0.1:7701"
     """Address to listen on; workers connect to it."""
     advertise: AdvertisedAddress | None = None
-    """Address that others are told to dial, where it differs from `listen`."""
+    """Address that other nodes should dial, if it differs from `listen`."""
     name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_LENGTH)
     """Name in logs and the live view; unset: made from the host's name."""
 
@@ -579,9 +580,9 @@ class MetricsSection(Section):
     """The sinks of metrics besides metrics.jsonl."""
 
     sinks: Sinks = ()
-    """"tensorboard": files in the run directory. "wandb": its server, or files here if the
-    environment has WANDB_MODE=offline. "trackio": files on this machine, or the server that its
-    environment variables name."""
+    """"tensorboard": files in the run directory. "wandb": the wandb server, or files in the run
+    directory with WANDB_MODE=offline. "trackio": files on this machine, or the server in trackio's
+    environment variables."""
     project: str = Field(default="echo", min_length=1)
     """Project of wandb and trackio."""
     prometheus: ListenAddress | None = None
@@ -778,7 +779,7 @@ class Leaf:
     expected: str
     """The condition on the key's value, as text that follows "must be"."""
     choices: tuple[str, ...]
-    """The words that the key accepts as its value; empty if it accepts other values."""
+    """The words that the key accepts. Empty if other values are accepted."""
     help: str
     roles: tuple[Role, ...]
     defaults: Mapping[str, Any]
@@ -856,7 +857,7 @@ def _paths() -> Mapping[KeyPath, Leaf]:
 
 
 def find_leaf(path: KeyPath) -> Leaf | None:
-    """Return the key at `path`, whatever the kind of its section.
+    """Return the key at `path`, for any kind of its section.
 
     If the path lies within a table of the user's own keys, return this table's key. If there is no
     such key, return None.

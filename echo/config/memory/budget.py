@@ -285,7 +285,7 @@ def _bare(value: Any) -> str:
 
 
 def _model_bytes(footprint: Footprint) -> int:
-    """Return a learner's bytes in the model's memory that settings can change.
+    """Return the bytes of the items that are in the model's memory and depend on settings.
 
     On a CPU, the same memory also holds the versions, but their size is fixed.
     """

@@ -104,7 +104,7 @@ class Footprint:
         round a layer to bfloat16 when they gather the layer.
 
         Held-out prompts are sampled with the stored version's weights if possible
-        (runtime/learner/setup.py). Otherwise they need a separate model, which ranks keep in the
+        (runtime/learner/setup.py). Otherwise a separate model is needed, which ranks keep in the
         host's memory. The keys and values of one rollout are counted. With more memory, more
         rollouts run.
 
@@ -277,9 +277,10 @@ class Footprint:
     def evaluated_rollout_bytes(self) -> int:
         """Return the bytes that a learner needs to sample one rollout of a held-out prompt.
 
-        They hold keys and values, and the numbers from which a token is drawn. When a layer's keys
-        and values grow by a token, they exist twice, so one more layer is counted. The result is 0
-        without evaluations, and for several ranks, which use the host's free memory.
+        The memory holds keys and values, and the numbers from which a token is drawn. While a
+        layer's keys and values grow by a token, the old and the new tensors exist, so one more
+        layer is counted. The result is 0 without evaluations, and for several ranks, which use the
+        host's free memory.
         """
         facts = self.facts
         if not (self._step.is_alone and self.config.eval.interval_steps):

@@ -33,7 +33,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def find_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path | None:
-    """Return the model directory that a key's value names; None for a model on the hub.
+    """Return the directory of the model `name`; None if the model is on the hub.
 
     Raises:
         ConfigError: if a revision is set for a directory.

@@ -150,7 +150,7 @@ class StepFootprint:
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
 
     def fullest_moment(self) -> dict[str, int]:
-        """Return the step's bytes besides the model when they are largest, by name."""
+        """Return the step's bytes besides the model at the moment of the largest sum, by name."""
         moments = list(self._moments())
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
@@ -165,7 +165,7 @@ class StepFootprint:
 
         A tied head's gradient is kept in the compute type until the embedding's gradient exists.
         Then both gradients are added to the float32 gradient. A process on a CPU keeps the memory
-        of freed activations for a while, and reuses it for the first gradients of layers.
+        of freed activations for a while, and reuses this memory for the first gradients of layers.
         """
         one = "one layer or head"
         if not self.is_alone:
@@ -276,8 +276,8 @@ class StepFootprint:
     def _passing_bytes(self) -> int:
         """Return the bytes of gradients inside a layer during its backward pass.
 
-        The bytes are those of two tensors of the MLP's inner width, or of a norm's gradients if the
-        latter are larger. On a GPU the result is 0, because the gradients reuse the memory of the
+        The result is the larger of two sizes: two tensors of the MLP's inner width, or the
+        gradients of a norm. On a GPU the result is 0, because the gradients reuse the memory of the
         layer's activations.
         """
         if self.has_gpu:
