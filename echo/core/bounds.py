@@ -2,7 +2,7 @@
 
 Sender and receiver check the same bounds. The sender checks a message in `codec.encode`, and the
 receiver in the decoder, before the message is used. The ranges are wide enough for every honest
-node. Values outside could cost the receiver too much memory or time, or give an infinite result.
+node. Other values could cost the receiver too much memory or time, or give an infinite result.
 Ranges with both ends also exclude NaN and the infinities.
 
 Only the message size bounds the contents of a `dict[str, Any]` (settings, examples).
@@ -34,7 +34,7 @@ MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 # --- lengths of collections ----------------------------------------------------------------------
 
 MAX_LEASES = 1 << 14
-"""Largest number of leases in one message, and of a worker."""
+"""Largest number of leases in one message and of one worker."""
 MAX_RANGES = 1 << 16
 """Largest number of chunk ranges in one Fetch. A later Fetch requests further ranges."""
 MAX_NODES = 1 << 10
@@ -52,7 +52,7 @@ MAX_NODE_ID_LENGTH = 64
 
 NodeId: TypeAlias = Annotated[str, Meta(max_length=MAX_NODE_ID_LENGTH)]
 Word: TypeAlias = Annotated[str, Meta(max_length=128)]
-"""A name, a reason, a state, a hash."""
+"""A short text, such as a name, a reason, a state or a hash."""
 Address: TypeAlias = Annotated[str, Meta(max_length=512)]
 Line: TypeAlias = Annotated[str, Meta(max_length=1 << 17)]
 """A text for the operator, or names separated by commas."""
@@ -100,9 +100,9 @@ rate."""
 ONE_CONNECTION_RTT_S = 0.045
 """Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
-"""Increase of the round-trip time that adds one connection. A link with 100 ms gets 6 connections,
-which fill 1 Gbit/s. With fewer connections the link is not filled. With 8 connections it drops
-packets."""
+"""Increase of the round-trip time for which one more connection is used. A link with 100 ms gets 6
+connections, which fill 1 Gbit/s. With fewer connections the link is not filled. With 8 connections
+it drops packets."""
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:

@@ -20,8 +20,8 @@ class Evicted:
 
     group: Group
     reason: str
-    """Why the group was removed: a fault from `find_fault`, such as "stale" or "abandoned_version".
-    """
+    """The reason for the removal, as from `find_fault`: "stale", "abandoned_version" or another
+    fault."""
 
 
 class StalenessBuffer:
@@ -41,7 +41,7 @@ class StalenessBuffer:
         self.num_trimmed_tokens = 0
         """Tokens that this buffer has masked because they became stale."""
         self.num_too_old_tokens = 0
-        """Those tokens, and the tokens of groups that this buffer has removed as stale."""
+        """Tokens that this buffer has masked or removed because they became stale."""
         self.max_staleness = max_staleness
         self.admission_staleness = max_staleness
         """The bound for granting new leases; lowering it does not affect groups in the buffer."""

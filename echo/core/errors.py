@@ -4,19 +4,19 @@ EchoError
 ├── ConfigError            a setting is wrong: where, what, and the remedy
 ├── DataError              a dataset row, file or model directory is unusable: which, and the remedy
 ├── ProtocolError
-│   ├── LocalProtocolError     this process broke the rules: a bug, so it stops
-│   └── RemoteProtocolError    a peer broke them: it is counted and refused
-│       └── ForgedError            it forwarded data without a valid signature or seal
+│   ├── LocalProtocolError     this process broke the rules because of a bug, and stops
+│   └── RemoteProtocolError    a peer broke the rules: its message is counted and refused
+│       └── ForgedError            a peer forwarded data without a valid signature or seal
 ├── TransportError         a socket failed (zmq's errors end here, chained to the original)
 ├── StorageError           the disk failed or a file on it is damaged
 ├── RefusedError           the learner refused this node for good: reason and both values
 ├── PlanError              nothing fits: the reasons, listed
 ├── EngineError            the model runtime failed
 ├── RankError              one of the processes that train together failed: which, and how
-├── DivergedError          the policy has become worse, by a limit that the user has set
-└── RolledBackError        the run has to be resumed, from a checkpoint before a divergence
+├── DivergedError          the policy has become worse than a limit of the user
+└── RolledBackError        the run must be resumed from a checkpoint before a divergence
 
-A message says what is wrong, with the values, where, and what to do about it.
+A message contains the error, its place, the values and the remedy.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 MAX_FILE_NAME_BYTES = 255
-"""Largest number of bytes in one part of a path that every file system allows."""
+"""Largest length of a file name, in bytes, that every file system allows."""
 
 
 def local_path(name: str | Path) -> Path:

@@ -36,7 +36,7 @@ class Cancelled(Record, tag="cancelled"):
     attempt: int
     worker: str
     tokens: int
-    """Tokens that the worker had sampled for this lease when it last reported."""
+    """Number of sampled tokens in the worker's last report on this lease."""
 
 
 class Refused(Record, tag="refused"):

@@ -20,7 +20,7 @@ from echo.core.reward_parts import PartedReward
 from echo.core.token_sets import TokenSets, join_sets
 
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-"""A non-negative int32. Each token has its version as two int32."""
+"""A non-negative 32-bit integer. A token's version is stored as two such integers."""
 
 KEEP_VERSIONS = 2
 """Number of whole versions that a node keeps: the version in use and the previous version. Deltas
@@ -28,8 +28,9 @@ need the previous version as their base, and children may still fetch it."""
 
 MAX_UNACKED_GROUPS = 64
 """Largest number of finished groups that a worker keeps until the learner acknowledges them, and
-that a relay buffers. The number is several times larger than a full engine, so that a slow disk
-does not interrupt sampling. A group takes little memory: 2 MB for 16 rollouts of 8192 tokens."""
+that a relay buffers. The number is several times larger than the number of groups in a full engine,
+so that a slow disk does not interrupt sampling. A group takes little memory: 2 MB for 16 rollouts
+of 8192 tokens."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -97,7 +97,7 @@ class Paced:
         self._node_s = node_s
         self._done_at = -math.inf
         self.deadline: float | None = None
-        """The time of the next run; None if none is requested."""
+        """The time of the next run; None if no run is requested."""
 
     def may(self, num_nodes: int, *, now: float) -> bool:
         """Return whether the work may run now.
@@ -158,10 +158,10 @@ class DeadlineOwner(Protocol[Item]):
 
 
 class Deadlines(Generic[Key]):
-    """Items whose deadlines may move to later instants, ordered by deadline.
+    """Orders items by deadline; deadlines may move to later instants.
 
-    If an item has the earliest stored deadline, its owner returns the current deadline. If the
-    current deadline is later, it is stored instead. A deadline must not move to an earlier instant.
+    When a stored deadline is the earliest, the owner provides the item's current deadline. A later
+    deadline replaces the stored deadline. A deadline must not move to an earlier instant.
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:

@@ -4,7 +4,7 @@ A rollout may have two kinds of sets. Each kind is recorded only if the learner 
 
     support   the ids that could be drawn: top-k, top-p and min-p did not remove them. The learner
               scores the token on this set, so that learner and sampler compute its probability in
-              the same distribution. Before `min_tokens` tokens, every id except the stop tokens
+              the same distribution. For the first `min_tokens` tokens, every id except stop tokens
               can be drawn. Such a set is recorded by its missing ids.
     likely    the sampler's most likely ids with their log-probabilities, which some corrections of
               the loss need

@@ -1,9 +1,10 @@
 """Decides from metrics and facts on a run which alerts are raised and cleared.
 
 A condition is, for example, an entropy below its limit. An episode is a period in which the
-condition holds. The begin of an episode raises an alert, and the end clears the alert. Two alerts
+condition holds. The start of an episode raises an alert, and the end clears the alert. Two alerts
 of a condition are at least REPEAT_S apart, so a value that moves around its limit raises few
-alerts. If an episode begins too early and still lasts after this time, the alert is raised then.
+alerts. If an episode begins earlier, its alert is raised only if the episode still lasts after
+REPEAT_S.
 
 Three conditions are divergences: the policy has become worse or soon will. Their alerts name the
 last good step. So a run can return to a checkpoint of this step or an earlier step.

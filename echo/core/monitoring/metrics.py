@@ -32,7 +32,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker's facts for its status line."""
+    """Facts about a worker for the worker's status line."""
 
     version: str
     """Installed policy version, as text."""

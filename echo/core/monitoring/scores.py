@@ -5,8 +5,9 @@ prompt counts as one observation in means and standard errors.
 
     mean (avg@K)   mean over prompts of the mean reward of a prompt's answers
     pass@k         mean over prompts of the probability that at least one of k drawn answers is
-                   right. Of a prompt's n answers, c are right:
-                   1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374)
+                   right. If c of n answers are right, the unbiased estimate for a prompt is
+                   1 - C(n - c, k) / C(n, k), where C is the binomial coefficient
+                   (Chen et al. 2021, arXiv:2107.03374)
 
 All intervals are 95 % confidence intervals. If all values lie in [0, 1], as pass rates do, Wilson's
 interval is used with an estimated number of independent answers. Wilson's interval is valid even if
@@ -30,7 +31,7 @@ class Estimate:
 
     mean: float
     low: float
-    """Lower end of the interval. Both ends are NaN if there is one prompt, which is too few."""
+    """Lower end of the interval. With a single prompt, both ends are NaN."""
     high: float
 
     @classmethod

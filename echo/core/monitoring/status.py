@@ -173,9 +173,9 @@ class RunStatus:
     resumed_at: int = 0
     """The number of completed steps when this process of the learner started."""
     activity: str = ""
-    """The learner's activity, such as "training"; empty while it waits for groups."""
+    """The learner's activity, such as "training"; empty while the learner waits for groups."""
     waiting_for: str = ""
-    """The reason why the learner waits; empty while it does not wait."""
+    """The reason why the learner waits; empty while the learner works."""
     explanation: str = ""
     """Text that explains why the learner waits long or why workers have no groups, with a setting
     that would help. Empty if nothing stalls."""
@@ -208,7 +208,7 @@ class RunStatus:
     versions: tuple[VersionStatus, ...] = ()
     """The newest version, then older versions that nodes still fetch, newest first."""
     broadcast_bytes: int = 0
-    """Weight bytes that the learner has sent itself in the whole run."""
+    """Number of weight bytes that the learner itself has sent in the whole run."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Number of groups refused or dropped since the start, by reason."""
     cost: CostStatus | None = None
