@@ -12,10 +12,10 @@ If no set is sufficient, the learner waits for rollouts. Then the search compare
 the budget whose step time is close to the shortest (HARDLY_SLOWER), and chooses the cheapest.
 
 The search is greedy and begins with several sets: no worker, the active workers, and one set for
-each kind. The set of a kind has all workers whose broadcasts and groups are as fast as the kind's
-or faster, because one slow worker can make a set insufficient. From each of these sets, the search
-changes the number of workers of one kind, then of two kinds, then of three, as long as the set
-becomes better. At most MAX_ASSESSED sets are assessed.
+each kind. The set of a kind contains this kind and all faster kinds, because one slow worker can
+make a set insufficient. From each of these sets, the search changes the number of workers of one
+kind, then of two kinds, then of three, as long as the set becomes better. At most MAX_ASSESSED sets
+are assessed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_ASSESSED = 400
 """Largest number of sets that a search assesses. One assessment takes 1.5 ms for ten workers and 4
 ms for 100 workers."""
 HARDLY_SLOWER = 1.01
-"""Largest factor between the step time of a cheaper set and the shortest step time."""
+"""Largest ratio of a cheaper set's step time to the shortest step time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,7 @@ class Roll:
     def fleet(self, job: Job) -> RentedFleet:
         """Return the workers as a fleet with one offer per kind.
 
-        Then a set of workers is a number of nodes of each offer, for which the planner's code
-        computes a cost.
+        So the planner's code can compute the cost of a set of workers.
         """
         links = self.links
         regions = {
@@ -173,7 +172,7 @@ class Roll:
         return frozenset(chosen)
 
     def assess(self, job: Job, names: Collection[str]) -> Assessment:
-        """Return the rate and cost of a set of workers, and whether it is sufficient."""
+        """Return the rate and cost of a set of workers, and whether the set is sufficient."""
         members = [worker for worker in self.workers if worker.name in names]
         offers = [_offer(worker.name, [worker]) for worker in members]
         rate = sum(offer.rollouts_per_s(job) for offer in offers)
@@ -232,8 +231,8 @@ class Roll:
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
     """Group the workers into kinds; return at most MAX_KINDS kinds if possible.
 
-    Two workers of a kind always have the same region, are both dialable or both not, and have the
-    value 0 in the same properties.
+    All workers of a kind are in the same region. Either all or none can be dialled. If a property,
+    such as the price, is 0 for one worker, it is 0 for all.
     """
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:
@@ -287,7 +286,7 @@ def _offer(name: str, kind: Sequence[Offer]) -> Offer:
 
 
 class _Search:
-    """A search for the best set of workers for one job.
+    """Searches for the best set of workers for one job.
 
     Assessments are cached by the number of workers of each kind in the set.
     """
@@ -363,7 +362,7 @@ class _Search:
             yield from self._changed(counts, {removed: -1, added: 1})
 
     def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets in which two workers replace one of another kind, or one replaces two."""
+        """Yield the sets in which two workers replace one, or one replaces two, of other kinds."""
         for sign in (1, -1):
             for one in range(len(counts)):
                 others = [index for index in range(len(counts)) if index != one]
@@ -381,7 +380,7 @@ class _Search:
         yield tuple(changed)
 
     def _rank(self, counts: Counts, limit: float) -> tuple[float, ...]:
-        """Return a set's sort key: whether it exceeds the budget, its slowdown, its cost.
+        """Return a set's sort key: (whether the cost exceeds the budget, slowdown, cost).
 
         After MAX_ASSESSED assessments, every new set ranks last.
         """

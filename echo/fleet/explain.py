@@ -7,17 +7,16 @@ up these times, for the learner's waits and for the whole time.
 **The learner waits.** One stage is the cause. The stages rewards, weights, storing and delivering
 block groups. A blocking stage is the cause if it takes at least BLOCKED_SHARE of the time.
 Otherwise the cause is sampling or granting, whichever takes more time. If the staleness bound
-admits no groups for a worker, the worker's time does not count, because it is an effect of the
+admits no groups for a worker, the worker's idle time does not count, because it is an effect of the
 wait. Each stage leads to a resource:
 
     rewards      the task's code, at the workers or at the learner
-    weights      the first link on the path from the learner that is slow, or the disk behind it
+    weights      the first slow link on the path from the learner, or the disk behind this link
     storing      the learner's disk
     delivering   the link from a worker
-    sampling     groups from which nothing is learned, one slow worker, a bound that keeps places
-                 of engines empty, a setting or a memory that gives engines few places, or the
-                 number of workers
-    granting     what `ObservedFleet.wait_reason` names
+    sampling     useless groups, one slow worker, a staleness bound that leaves places of engines
+                 empty, a setting or too little memory for the engines, or the number of workers
+    granting     the reason in `ObservedFleet.wait_reason`
 
 **Workers have no groups**, and the learner does not wait. Then the learner is the bottleneck. The
 cause is the longest part of the step, or a setting that slows down the step unnecessarily.
@@ -39,18 +38,16 @@ MAX_WORKERS_LISTED = 8
 MAX_NAMES_LISTED = 3
 """Largest number of nodes that an explanation names. Further nodes are only counted."""
 BLOCKED_SHARE = 0.35
-"""Smallest share of the workers' time for which a blocking stage is the cause."""
+"""A blocking stage is the cause if it takes at least this share of the workers' time."""
 STRAGGLER_TIME = 2.0
-"""Smallest factor between the sampling time of a straggler and the other workers' mean, during
-waits."""
+"""Smallest ratio of a straggler's sampling time to the other workers' mean, during waits."""
 STRAGGLER_FACTOR = 2.0
 """Smallest factor by which a straggler is slower than the median of the other workers."""
 FETCHING_SHARE = 0.5
 """A link or disk counts as slow if workers fetch for at least this share of their wait for weights.
 """
 AHEAD = 1.5
-"""If a parent holds more than this many times the node's chunks, the node does not wait for the
-parent."""
+"""A parent with more than this many times a node's chunks does not delay the node."""
 DISK_FACTOR = 1.5
 """A node's disk counts as the limit if its write rate is at most this many times the receive rate.
 """
@@ -61,8 +58,8 @@ CLOSED_SHARE = 0.25
 IDLE_SHARE_IN_WAITS = 0.2
 """If workers have no groups for more than this share of their time, more workers would not help."""
 FEW_ROLLOUTS = 16
-"""Up to this many concurrent rollouts, an engine could sample more rollouts in almost the same
-time."""
+"""If an engine samples at most this many concurrent rollouts, more rollouts would take almost the
+same time."""
 USELESS_SHARE = 0.5
 """If more than this share of groups gave no training signal, useless groups are the cause."""
 IDLE_SHARE = 0.6
@@ -159,7 +156,8 @@ class ObservedFleet:
     is_closed: bool = False
     """Whether the staleness bound admits no further groups, for any version of a worker."""
     wait_reason: str = ""
-    """The scheduler's reason why the next step's groups cannot be granted; "" if they can."""
+    """The scheduler's reason why the next step's groups cannot be granted; "" if they can be
+    granted."""
     num_scoring: int = 0
     """Number of groups for which the learner computes rewards."""
     num_storing: int = 0
@@ -172,7 +170,7 @@ class ObservedFleet:
     num_useless: int = 0
     """Number of successive newest groups without a training signal."""
     useless: str = ""
-    """Text with the number of these useless groups for each reason."""
+    """Text on the `num_useless` groups: their number for each reason."""
     _by_name: dict[str, ObservedNode] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -243,8 +241,8 @@ class Tally:
     seen: dict[WaitStage, ObservedFleet] = field(default_factory=dict)
     """By stage, the last observation during a wait in which a worker was in this stage."""
     slow_hops: dict[str, float] = field(default_factory=dict)
-    """By node, the seconds in which workers waited for weights that this node fetched while its
-    parent already had them."""
+    """By node, the seconds in which workers waited for this node to fetch weights from a parent
+    that already had them."""
     seen_paths: dict[str, list[ObservedNode]] = field(default_factory=dict)
     """By node in `slow_hops`, the last path from a waiting worker to this node."""
     num_accepted: int = 0

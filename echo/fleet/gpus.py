@@ -166,8 +166,9 @@ def decode_rate(
 
     If the model does not fit into the GPUs' memory, return None.
 
-    Example: an RTX 4090 (1008 GB/s, 24 GiB), and 4.0e9 parameters in 36 layers with 8 heads of 128.
-    The weights, 8.0 GB, take 13.3 ms at 605 GB/s. 11.6 GB are left for caches of 147 kB per token.
+    Example: an RTX 4090 (1008 GB/s, 24 GiB), and 4.0e9 parameters in 36 layers with 8 KV heads of
+    width 128. Reading 8.0 GB of weights takes 13.3 ms at 60 % of the bandwidth. 11.6 GB remain for
+    caches of 147 kB per token.
     """
     memory = tensor_parallel * (gpu.memory_bytes * USABLE_MEMORY - RESERVED_BYTES)
     free = memory - model.num_params * BYTES_PER_WEIGHT
@@ -193,7 +194,7 @@ def decode_rate(
 
 
 def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel: int) -> float:
-    """Return the seconds of all layers' all-reduces, two per layer over `num_rows` activations."""
+    """Return the seconds of the all-reduces of `num_rows` activations, two in each layer."""
     if tensor_parallel == 1:
         return 0.0
     volume = 2 * (tensor_parallel - 1) / tensor_parallel

@@ -144,7 +144,7 @@ class RolloutPlan:
     replicas: tuple[tuple[Replica, int], ...] = ()
     """The kinds of copies, as (replica, number of copies)."""
     rollouts: tuple[int, ...] = ()
-    """Number of rollouts per step for each entry of `replicas`, for all its copies together."""
+    """Number of rollouts per step for all copies of each entry in `replicas`."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -225,9 +225,9 @@ class OverlappedStep:
 
     rollouts: RolloutPlan
     train_s: float
-    """C_T: seconds of training per step."""
+    """Seconds of training per step."""
     rollout_s: float
-    """C_I: seconds of generation, rewards and weight update per step."""
+    """Seconds of generation, rewards and weight update per step."""
     update_s: float
     """Seconds of the weight update, a part of `rollout_s`."""
 

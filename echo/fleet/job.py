@@ -18,9 +18,9 @@ class Job:
     max_staleness: int
     """Inclusive bound S on staleness, in optimizer steps."""
     publish_period: int
-    """kappa: optimizer steps between two publications."""
+    """Optimizer steps between two publications (kappa in overlap.py)."""
     train_s: float
-    """T_train: seconds of one optimizer step."""
+    """Seconds of one optimizer step (T_train in overlap.py)."""
     completion_tokens: float
     """Mean number of tokens of a completion."""
     max_completion_tokens: float
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def rollouts_per_step(self) -> float:
-        """R: number of rollouts sampled for one step, including those without a training signal."""
+        """Number of rollouts sampled for one step, including those without a training signal."""
         return self.groups_per_step * self.group_size / self.useful_share
 
     @property

@@ -24,7 +24,7 @@ the next batch or wait for it. This delays a batch by at most half of a group's 
 Staleness is predicted for just-in-time grants (leases/grants/just_in_time.py): each batch begins at
 the latest instant that delays no step. In three cases a batch begins as early as admission allows:
 the learner waits for more than OPEN_SHARE of its time, the fleet needs its fastest node, or delayed
-groups would still be as old as S.
+groups would still come close to the staleness bound.
 
 The second form of the rule and the prediction are not in the paper.
 """
@@ -242,17 +242,18 @@ class _Pipeline:
         self.least_s = job.rollouts_per_step / rate
         """Seconds that a batch takes if all workers have work."""
         self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
-        """Seconds that a batch takes longer than R / rate, because its last groups end late."""
+        """Seconds by which a batch takes longer than `least_s`, because its last groups end late.
+        """
         self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
         self.ends = [0.0]
-        """When the training of each version ends, by version; the initial weights, version 0, exist
-        at time 0."""
+        """The time at which the training of each version ends, by version. The initial weights,
+        version 0, exist at time 0."""
         self.installed = [(0.0, 0)]
         """(time, version) of each installation, in order of time."""
         self.generated_at = 0.0
         """The time at which the fleet has finished the newest batch."""
         self.begins: list[float] = []
-        """Step -> the earliest time at which its batch begins."""
+        """The earliest time at which each step's batch begins, by step."""
 
     def make_step(self, step: int) -> None:
         """Compute the times of the next step's batch, training and publication."""
@@ -324,7 +325,7 @@ class _Pipeline:
         return begin
 
     def _note_staleness(self, found: dict[int, float], step: int, begin: float, end: float) -> None:
-        """Add the seconds from `begin` to `end`, by the staleness of a step's batch, to `found`."""
+        """Add the seconds from `begin` to `end` to `found`, by the staleness of a step's batch."""
         installs = [*self.installed, (math.inf, -1)]
         for (since, version), (until, _) in itertools.pairwise(installs):
             part = min(end, until) - max(begin, since)
@@ -340,10 +341,10 @@ def _with_spread(job: Job, batch_s: float) -> float:
     averages X over the batches that the staleness bound allows to be made ahead. If X is normally
     distributed, the mean time is
 
-        T + d * (z * Phi(z) + phi(z)),    z = (mean of X - T) / d
+        T + d * (z * Phi(z) + phi(z)),    z = (E[X] - T) / d
 
-    where d is the standard deviation of the average, Phi the normal distribution and phi its
-    density.
+    where E[X] is the mean of X, d is the standard deviation of the average, Phi is the normal
+    distribution and phi is its density.
     """
     ahead = max(1, job.max_staleness - job.publish_period + 2)
     deviation = job.rate_spread * batch_s / math.sqrt(ahead)

@@ -3,8 +3,8 @@
 The provisioning rule (overlap.py) is convex in the numbers of nodes: the broadcast time is a
 maximum of linear functions, and the required rate and the time of a batch are convex. So a
 mixed-integer linear programme (HiGHS) finds the optimum. Tangents are added as constraints until
-the programme's answer satisfies the rule. A tangent never excludes a sufficient set, so a programme
-with few tangents is only too optimistic.
+the programme's answer satisfies the rule. A tangent never excludes a sufficient set. So missing
+tangents can make the answer insufficient, but never too expensive.
 
 The search ends after MAX_NODES nodes of its tree. Then the answer is sufficient but may not be the
 cheapest. `gap` bounds the possible saving.
