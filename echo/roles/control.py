@@ -49,14 +49,13 @@ class ControlLink:
         self._connection: Connection | None = None
         self._address_index = 0
         self.lost_at = self.received_at = now
-        """Times at which the learner was last known to be reachable, and at which its last message
-        or the answer of its link arrived."""
+        """lost_at: time at which the learner was last reachable. received_at: time of the learner's
+        last message or of the link's answer."""
         self._faults: dict[str, str] = {}
-        """Address -> text of the fault for which the last attempt to dial it failed."""
+        """Error of the last failed attempt to dial, by address."""
         self._num_refusals: Counter[str] = Counter()
         self._warned_at: dict[str, float] = {}
-        """State of the admission -> time at which the operator was last warned of the missing
-        learner."""
+        """Time of the last warning about the missing learner, by state of the admission."""
 
     # --- the connection --------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class FleetView:
 
 
 def held_share(member: Member) -> float:
-    """Return the share, 0..1, of chunks that a node has of the version that it fetches."""
+    """Return how much of the fetched version a node has, as a share of chunks, 0..1."""
     stats = member.stats
     return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
 

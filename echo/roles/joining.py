@@ -82,9 +82,10 @@ from echo.wire.messages import (
 from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
-"""Messages of the learner that are not about joining; the node's role handles them."""
+"""Types of the learner's messages that are not about joining. The node's role handles these
+messages."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
-"""Messages from nodes to the learner that are not about joining."""
+"""Types of the nodes' messages to the learner that are not about joining."""
 
 State = TypeVar("State", bound=StrEnum)
 
@@ -305,7 +306,7 @@ class NodeSettings:
     addresses: tuple[str, ...]
     """Addresses at which to dial the learner, in order."""
     advertise: str | None
-    """Address at which this node serves weights; None if it does not listen."""
+    """Address at which this node serves weights; None if the node does not listen."""
     echo_version: str
     reconnect_for_s: float
     max_image_bytes: int
@@ -397,7 +398,7 @@ class JoiningRole(Protocol):
         """Handle the admission of this node, the first or a later one."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message from the learner that is not about joining, such as a Grant."""
+        """Handle a learner's message about work, such as a Grant."""
 
 
 class Joining:
@@ -779,7 +780,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class NameHeld:
-    """Event: a Hello under the name of another process that sent a message recently."""
+    """Event: a Hello under a name that another, recently active process holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -829,7 +830,7 @@ class AdmittingRole(Protocol):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a node's Goodbye, or another message that is not about joining."""
+        """Handle a node's heartbeat, result or Goodbye."""
 
 
 class Admission:
@@ -862,7 +863,7 @@ class Admission:
     def receive(
         self, source: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action]:
-        """Handle a routed message of the node `source`, as the node's presence requires.
+        """Handle a routed message from the node `source`, depending on the node's presence.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that nodes never send, or is invalid.

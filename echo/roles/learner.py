@@ -16,29 +16,30 @@ The role's parts:
     roles/review.py        sets workers aside
     roles/fleet.py         describes the nodes to the operator
     roles/viewers.py       shows the run to viewers, and passes on their commands
-    roles/members.py       knows the nodes, and tells them that the run has ended
+    roles/members.py       tracks the nodes, and sends them Finish at the end of the run
     leases/scheduler.py    grants leases
-    leases/results.py      judges results
+    leases/results.py      checks results
     weights/broadcast.py   distributes the weights along the plan
 
 The shell that runs the role is `runtime/learner/node.py`, or a simulation. The shell reports its
-work as events, which `Learner.handle` looks up in a table:
+work as events, which `Learner.handle` looks up in a table. The events and the resulting actions
+are:
 
-    GrantsDue          grants for new prompts, or in place of groups that have left the buffer
+    GrantsDue          grants for new prompts, or to replace groups that have left the buffer
     GrantsStopped      no further grants
-    BatchTaken         grants in place of the batch
+    BatchTaken         grants to replace the batch
     StepTaken          grants for the next steps
     GroupStored        acknowledgement, grants
     GroupDiscarded     record, acknowledgement, grants
     ReviewDue          workers set aside, or admitted again
     SamplesTrained     workers set aside for their log-probabilities
     StandbyChosen      plans, grants
-    Paused             grants, or none
+    Paused             grants, or no further grants
     HoldChosen         plans, grants
     StatusMade         the status for viewers
     OperationDone        the answer to an operator
     Publishing         plans
-    RunEnded           Finish for all nodes but relays that others may need
+    RunEnded           Finish for all nodes except relays that others may need
     LastCall           Finish for the rest
 """
 
@@ -188,7 +189,7 @@ class Learner(Role):
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
         self.is_granting = True
         self.is_paused = False
-        """Whether the operator has paused the run; groups that were granted go on."""
+        """Whether the operator has paused the run. Groups that were already granted continue."""
         self._grants = Paced(GRANT_S)
         self.routes = Routes(self.counters, self.roster.channel_of)
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
@@ -322,7 +323,7 @@ class Learner(Role):
 
         A node's messages are accepted and answered over the link on which the node's process
         joined. If a message with the node's name arrives over another link, it is answered over
-        this link. Such a message has an effect only if the node's process has sealed it.
+        that other link. Such a message has an effect only if the node's process has sealed it.
         """
         source = envelope.source
         try:
@@ -369,7 +370,7 @@ class Learner(Role):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a message from a node that is not about joining, such as Goodbye."""
+        """Handle a node's heartbeat, result or Goodbye."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -510,8 +511,8 @@ class Learner(Role):
         slow down the broadcast. After its activation, the worker fetches weights like a late
         joiner, and gets leases when it has installed the version.
 
-        The plan of a worker on standby contains the standby and no parents. The plan is repeated at
-        each heartbeat until the worker follows the plan, so a lost plan is harmless.
+        The plan of a worker on standby marks the standby and has no parents. The plan is repeated
+        at each heartbeat until the worker follows the plan, so a lost plan is harmless.
         """
         changed = False
         for member in self.roster.members("worker"):

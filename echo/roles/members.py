@@ -256,20 +256,20 @@ def num_errors(counts: Mapping[str, int]) -> int:
 
 
 class Roster:
-    """All known nodes by name, in the order in which they joined."""
+    """All known nodes by name, in the order of joining."""
 
     def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
         self.heartbeat_s = heartbeat_s
         self.dead_after_s = dead_after_s
         self.nodes: dict[str, Member] = {}
         self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> incarnation, for nodes whose machines were given back recently."""
+        """Incarnations of the nodes whose machines were given back recently, by node id."""
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> bytes per second that the node can send, by its last heartbeat."""
+        """Bytes per second that each node can send, from its last heartbeat, by node id."""
         self._holds: RecentMap[str, Hold] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> what the operator has chosen for the node."""
+        """The operator's choices, by node id."""
         self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Node id -> the last reported counters of a worker that has left."""
+        """Last reported counters of the workers that have left, by node id."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
@@ -301,7 +301,7 @@ class Roster:
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
-        """Change a node's presence; add the node to the roster or remove it."""
+        """Change a node's presence; add the node to the roster or remove the node."""
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
             if member.hold == "drain":  # a process that is started again is wanted
@@ -397,7 +397,7 @@ class Shutdown:
 
     def __init__(self, roster: Roster, routes: Routes) -> None:
         self.reason: str | None = None
-        """The reason why the run has ended; None while it goes on."""
+        """The reason why the run has ended; None while the run continues."""
         self.is_last_call = False
         self._roster = roster
         self._routes = routes
@@ -429,7 +429,7 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether this node does not have to forward a Finish to another node."""
+        """Return whether this node is no longer needed to forward Finish to other nodes."""
         return (
             self.is_last_call
             or member.role != "relay"

@@ -1,9 +1,9 @@
 """The role of a relay or worker: its control link, weights link, heartbeats and timeouts.
 
 Relays and workers dial two links. The **control link** transports routed messages to and from the
-learner. Its address is one of the configured addresses, which are those of the learner or of
-relays. Over the **weights link**, the node fetches chunks from the parent in the learner's plan.
-Each link is replaced independently, and the node continues to work while a link is lost.
+learner. The configured addresses belong to the learner or to relays. Over the **weights link**, the
+node fetches chunks from the parent in the learner's plan. Each link is replaced independently, and
+the node continues to work while a link is lost.
 
 `roles/joining.py` has the table of a node's states. The rules of the links are:
 
@@ -128,11 +128,11 @@ class DialingRole:
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:
-        """Return the number of groups that this node can hold; 0 unless it is a worker."""
+        """Return the number of groups that this node can hold, which is 0 for a relay."""
         return 0
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the state of each lease of this node; empty unless it is a worker."""
+        """Return the state of each lease of this node; a relay has no leases."""
         return ()
 
     def stats(self) -> NodeStats:
@@ -190,7 +190,7 @@ class DialingRole:
             self._weights.dialled(address, peer)
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Send Greet over a dialled link that is connected, for the first time or again."""
+        """Send Greet over a dialled link when the link is connected or reconnected."""
         if self.control.has(peer):
             self.control.connected(now=now)
             return [self._greet(peer, "control")]
@@ -374,7 +374,7 @@ class DialingRole:
         return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Measure the uplink while the engine is built, for the next plan."""
+        """Handle a Welcome: measure the uplink for the next plan while the engine is built."""
         self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)

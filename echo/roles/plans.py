@@ -45,7 +45,7 @@ class Plans:
 
         Args:
             site: the learner's place in the network.
-            chunk_bytes: size of a chunk to assume before the first version.
+            chunk_bytes: assumed size of a chunk before the first version.
             uplinks: bytes per second that each node could send before the run was resumed, by node
                 id.
             roster: the known nodes.
@@ -104,7 +104,7 @@ class Plans:
         return [action for name, plan in moved for action in self._routes.to(name, plan)]
 
     def before_publish(self, *, now: float) -> list[Action]:
-        """Handle the publication of a version: if a plan is due, make it first."""
+        """Handle the publication of a version: if a plan is due, make the plan first."""
         is_due = self.planner.is_due(now=now, is_between=True)
         return self.replan(now, is_between=True) if is_due else []
 

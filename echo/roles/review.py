@@ -34,7 +34,7 @@ class WorkerReview:
         *,
         counters: Counters,
     ) -> None:
-        """Make a review without workers that are set aside.
+        """Start without excluded workers.
 
         Args:
             roster: the known nodes, including the workers.
@@ -47,9 +47,9 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful group that the limit on useless groups ignores.
+        """Number of groups since the last useful group that do not count towards the limit.
 
-        The run ends after a limited number of successive useless groups.
+        The limit is the number of successive useless groups after which the run ends.
         """
         return self._usefulness.num_discounted
 

@@ -84,9 +84,10 @@ class Departure:
         self.standby_since: float | None = None
         """Time at which the learner put this worker on standby; None while the worker is active."""
         self.reason = ""
-        """The reason why this worker gives its machine back; empty if it keeps the machine."""
+        """The reason why this worker gives its machine back; empty if the worker keeps the machine.
+        """
         self._until = math.inf
-        """Time at which the present wait ends at the latest."""
+        """Latest end of the present wait."""
 
     @property
     def is_releasing(self) -> bool:

@@ -17,7 +17,8 @@ class EngineFacts:
 
     group_size: int
     groups_per_batch: int
-    """Number of groups that the engine samples at the same time. Settings and memory limit it."""
+    """Number of groups that the engine samples at the same time. Settings and memory limit the
+    number."""
     num_fit: int = 0
     """Number of groups that would fit into memory without a limit in the settings; 0 if unknown."""
     is_continuous: bool = False

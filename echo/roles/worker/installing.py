@@ -28,7 +28,7 @@ from echo.roles.worker.engine_facts import EngineFacts
 from echo.wire.actions import Action
 
 INSTALL_AGAIN_S = 30.0
-"""Seconds after which a version that could not be installed is tried again, if still newest.
+"""Seconds after which a refused version is tried again, if the version is still the newest.
 
 Without another attempt a run could stop. If all workers refuse the newest version and their
 installed versions are too old to train on, the learner cannot publish a newer version.
@@ -94,12 +94,13 @@ class EngineVersions:
         self.refusal: tuple[PolicyVersion, str] | None = None
         """The version that the engine refused last, and its error; None after a later success."""
         self.again_at = math.inf
-        """Time from which the refused version may be tried again; infinite if none has to wait."""
+        """Time after which the refused version may be tried again; infinite without a refused
+        version."""
         self.is_held = False
-        """Whether the engine is to begin no group until newer weights are installed."""
+        """Whether the engine must not begin groups before newer weights are installed."""
         self.has_several = engine.num_versions > 1
         self.waits_for_whole = not self.has_several and engine.rules.one_version
-        """Whether newer weights are installed only once the groups in the engine are finished."""
+        """Whether newer weights are installed only after the groups in the engine are finished."""
         is_dropping = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
         self._is_emptied = self.waits_for_whole or (is_dropping and not self.has_several)
         self._max_age = engine.rules.max_age
@@ -171,10 +172,7 @@ class EngineVersions:
         )
 
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
-        """Return the only version that may sample a group.
-
-        If any installed version may sample the group, the result is None.
-        """
+        """Return the version that must sample a group; None if any installed version may."""
         if not self.has_several:
             return self.installed if self.waits_for_whole else None
         begun = {version for member in group.members for version in member.versions}

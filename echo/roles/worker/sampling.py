@@ -22,7 +22,7 @@ Finally the group that causes the error is alone and fails.
 
     Sample   ->  MembersGrown or NonfiniteFound, for each group as it grows;
                  then CallReturned, CallRefused or CallRaised
-    Recall       stop that call of the engine: CallReturned follows, with its tokens so far
+    Recall       stop the call: CallReturned follows with the tokens so far
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EngineCall:
     def credit(self) -> None:
         """Add the signs of life since the last `credit` to every group.
 
-        The worker calls this before each heartbeat.
+        The worker calls this method before each heartbeat.
         """
         num_signs, self.num_tokens = self.seen_signs, self.seen_tokens
         for group in self.groups:
@@ -233,14 +233,14 @@ class EngineCalls:
         self.engine = engine
         self.versions = EngineVersions(engine)
         self.is_broken = False
-        """Whether the engine is no longer usable, so that its node is about to end."""
+        """Whether the engine is no longer usable, so that the node will end soon."""
         self._held = held
         self._counters = counters
         self._counts = counts
         self._calls: list[EngineCall] = []
         self._max_together = MAX_LEASES
-        """Most groups to sample in one call; fewer after a call that raised, to find the group at
-        fault."""
+        """Largest number of groups in one call. After an error the number is smaller, to find the
+        group that causes the error."""
 
     def validate(self) -> None:
         """For tests: check that leases and calls are consistent.
@@ -494,8 +494,8 @@ class EngineCalls:
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
         """Recall the calls with `groups`, so that another worker can continue these groups.
 
-        Only groups that the engine samples alone can be continued. Other workers lack the
-        environment or the agents of an episode.
+        Only rollouts of the engine alone can be continued. Other workers lack the environment or
+        the agents of an episode.
         """
         if self.engine.sampler != "engine":
             return []
@@ -538,5 +538,5 @@ class EngineCalls:
 
 
 def not_installed(lease: Lease, why: str) -> NoResult:
-    """Return the decision to return a lease because its version is not in the engine."""
+    """Return the decision that gives back a lease because its version is not installed."""
     return NoResult(lease, "version_not_installed", why, is_elsewhere=True)

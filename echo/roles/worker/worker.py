@@ -3,13 +3,13 @@
 A leased group waits in the queue, is sampled in the engine, and may be interrupted between two
 engine calls. Its result stays in the outbox until the learner has written the result to disk.
 `leases/worker/held.py` has a table of these states. Each heartbeat lists all groups, so the learner
-can resend missing leases and renew the others. When the link is lost, running groups continue and
-results are kept. After the next Admitted, all unacknowledged results are sent again.
+can resend missing leases and renew the other leases. When the link is lost, running groups continue
+and results are kept. After the next Admitted, all unacknowledged results are sent again.
 
 Each part of the role decides from its own state, and returns its decisions:
 
     HeldLeases       leases/worker/held.py    the state of each leased group
-    EngineCalls      sampling.py              which groups enter the engine, and when it is stopped
+    EngineCalls      sampling.py              which groups enter the engine, and when a call ends
     EngineVersions   installing.py            which version is installed, and which samples a group
     PartialKeeper    leases/worker/keeper.py  which unfinished groups are shipped and saved
     Outcomes         outcomes.py              which result or failure of a group is reported
