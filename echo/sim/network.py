@@ -12,8 +12,8 @@
 * When a cut begins or a machine is lost, messages in flight are lost and the connection stalls.
   Each end of the connection is notified after its machine's `dead_after_s`, as if heartbeats had
   not been answered. When only a process dies, its peers are notified after the latency.
-* Other nodes can dial a listener at its address. All other nodes are behind a NAT and can only
-  dial.
+* A listener has an address that other nodes can dial. Nodes without an address are behind a NAT and
+  can only dial.
 
 One byte of a simulated image represents `weight_scale` bytes of a real image. So a version has few
 and small chunks in memory, but its true size on every link.
@@ -179,14 +179,14 @@ class Network:
         self._within, self._middle = Route(), Route(latency_s=0.0)
         self._between = between or self._middle
         self._routes: dict[tuple[str, str], Route] = {}
-        """Routes by pair of regions: those set explicitly, and those computed when first used."""
+        """Routes by pair of regions. Routes that were not set are computed at their first use."""
         self._listeners: dict[str, Client] = {}
         self._ports = itertools.count(FIRST_FREE_PORT)
         self._ends: dict[Client, dict[LinkEnd, None]] = {}
         self._num_dials = 0
         self._cuts: list[Sides] = []
         self.traffic: dict[tuple[str, str, str], float] = {}
-        """(from region, to region, kind of message) -> bytes sent."""
+        """Number of sent bytes, by (source region, destination region, kind of message)."""
 
     @property
     def now(self) -> float:
@@ -449,7 +449,7 @@ class Network:
         return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
 
     def _stall(self, end: LinkEnd) -> None:
-        """Stall a connection; each end is notified of its loss after its `dead_after_s`."""
+        """Stall a connection; notify each end after the `dead_after_s` of the end's machine."""
         for each in (end, end.far) if end.address is not None else (end.far, end):
             if each.is_open and not each.is_stalled:
                 each.is_stalled = True

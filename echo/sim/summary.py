@@ -178,8 +178,8 @@ def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
 
 
 RUN_IN = 0.2
-"""Share of the steps that count as the start of a run. They are left out of figures on speed and
-staleness."""
+"""Share of the steps that count as the start of a run. Figures on speed and staleness leave out
+these steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,7 +244,7 @@ class MemoryLedger(LedgerQueue):
         self._groups = groups
         self._history = history
         self.waiting: set[int] = set()
-        """Ids of groups that were accepted, and neither trained nor discarded."""
+        """Ids of accepted groups that were not yet trained or discarded."""
 
     def now(self) -> float:
         """Return the time for records: the virtual seconds since the start."""

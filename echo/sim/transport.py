@@ -5,7 +5,7 @@ the same contract tests as the ZeroMQ transport (`echo/net/transport.py`). If a 
 the network notifies the transport after `dead_after_s`.
 
 `max_unsent_bytes` limits the bytes in memory that a peer has not yet read with `receive`. `close`
-and `hang_up` return at once. Messages that were sent before still arrive for `linger_s`.
+and `hang_up` return at once. Messages that were sent before the call still arrive for `linger_s`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class SimTransport(Transport):
         self._ids = itertools.count(1)
         self._dials: dict[PeerId, _Dial] = {}
         self._ends: dict[PeerId, LinkEnd] = {}
-        """Peer -> this process's end of the established connection to the peer."""
+        """This process's end of the established connection to each peer."""
         self._inbox: deque[tuple[TransportEvent, LinkEnd, int]] = deque()
-        """(event, the end at which it happened, bytes that count as unread at that end until it is
-        taken)."""
+        """Events that were not yet received: (event, end, number of the event's unread bytes)."""
         self._stats = TransportStats()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
@@ -177,7 +176,7 @@ class SimTransport(Transport):
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
         """Queue an arrived message for `receive`.
 
-        The first message of an inbound connection also reports the peer.
+        The first message of an inbound connection also reports the connection.
         """
         charge = sum(map(len, frames)) + MESSAGE_OVERHEAD_BYTES
         if not end.peer:

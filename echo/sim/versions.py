@@ -35,7 +35,7 @@ class Versions:
         self.num_bytes = num_chunks * CHUNK_BYTES
         """Number of bytes of an image."""
         self.scale = version_bytes / self.num_bytes
-        """Number of true bytes that one byte of an image stands for."""
+        """Number of real bytes per byte of an image."""
 
     # --- as publisher and coder of a learner -------------------------------------------------
 
