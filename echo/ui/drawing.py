@@ -26,7 +26,8 @@ _LARGEST = 1e100
 """Largest drawn absolute value. The limit keeps sums and differences finite."""
 _ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
 _ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
-"""An ASCII character of the same width for each character that this package and rich's bars use."""
+"""ASCII replacements of the same width for all characters that this package and rich's bars draw.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class PlainLog:
         self._wait_interval_s = 2 * _STEP_LINE_S
         self._notices: Sequence[str] = ()
         self._hour: RunStatus | None = None
-        """The status at the begin of the present hour."""
+        """The status at the start of the present hour."""
 
     def paint(self, snapshot: RunStatus) -> None:
         """Write lines on the changes in a snapshot."""
@@ -248,8 +248,8 @@ class _ScreenPainter:
 class LiveView:
     """Shows the newest snapshot on a console, at most once per `REDRAW_S`.
 
-    Use the view as a context manager, or call `close`. Its methods raise no errors if the terminal
-    is resized, paused or gone, or if its encoding lacks block characters.
+    Use the view as a context manager, or call `close`. The view's methods raise no errors if the
+    terminal is resized, paused or gone, or if the terminal's encoding lacks block characters.
     """
 
     def __init__(self, console: Console, *, mode: Literal["auto", "on", "off"] = "auto") -> None:

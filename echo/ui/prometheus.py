@@ -26,13 +26,14 @@ LABELS = (
     (re.compile(r"(?P<rest>groups/dropped|dropped)/(?P<label>.+)"), "", "reason"),
     (re.compile(r"(?P<rest>count/alerts)/(?P<label>.+)"), "", "kind"),
 )  # fmt: skip
-"""(pattern of a metric's name, prefix of the gauge's name, name of the label)."""
+"""Rules for metrics with labels: (pattern of the metric's name, prefix of the gauge's name, label).
+"""
 PARTS = "reward/parts"
 """The gauge of every `reward/NAME/mean`. The name must differ from the gauge of `reward/mean`."""
 TABLES = (
     ("workers/", "worker"), ("links/", "link"), ("cost/", "node"), ("staleness/", "staleness"),
 )  # fmt: skip
-"""(beginning of a table's name, name of the label of its entries)."""
+"""Labels of tables: (prefix of the table's name, label of the entries)."""
 
 
 def prometheus_client() -> Any:
@@ -73,7 +74,8 @@ class PrometheusEndpoint:
         self._gauge = client.metrics_core.GaugeMetricFamily
         self._run_name = run_name
         self._values: dict[str, Any] = {}
-        """Metric -> its newest value; replaced as a whole, since other threads read it."""
+        """The newest value of each metric. The dict is replaced as a whole, because other threads
+        read it."""
         registry = client.CollectorRegistry()
         registry.register(self)
         place = urlsplit(address)

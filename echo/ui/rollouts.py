@@ -48,7 +48,7 @@ class ShownRollout:
     end: str
     """How the group ended, for example "trained in step 7"."""
     step: int | None
-    """The optimizer step that trained on the rollout; None without a step."""
+    """The optimizer step that trained on the rollout; None if the rollout was not trained on."""
     reward: float
     group_mean: float
     """Mean reward of the rollout's group."""

@@ -292,8 +292,8 @@ class _TensorBoard:
         self._summary: Any = _import("tensorboard")
         self._directory = directory
         self._samples: Any = None
-        """The writer of samples, in a directory of their own: of each directory TensorBoard reads
-        one file at a time."""
+        """The writer of samples. It has its own directory, because TensorBoard reads one file of a
+        directory at a time."""
 
     def start(self) -> None:
         self._writer = self._summary.Writer(str(self._directory))
@@ -424,5 +424,5 @@ class _Trackio:
 
 
 def _silenced() -> contextlib.redirect_stdout[io.StringIO]:
-    """Drop trackio's prints, because they would break the live view."""
+    """Within the `with` block, drop trackio's output, which would break the live view."""
     return contextlib.redirect_stdout(io.StringIO())

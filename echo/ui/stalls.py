@@ -9,7 +9,7 @@ from echo.core.units import format_duration
 from echo.records.run_files import MetricsHistory, MetricsRow
 
 MAX_GAP_STEPS = 5
-"""Largest distance, in steps, of two successive explanations in a stall."""
+"""Largest distance, in steps, between two successive explanations in a stall."""
 WAIT = "time/wait/"
 
 
@@ -28,7 +28,7 @@ class Stall:
     waited_s: float
     """Seconds for which the learner waited in the steps of the stall."""
     is_open: bool
-    """Whether the wait of the newest explanation had not ended when the row was written."""
+    """Whether the newest explanation's wait was still going on when its row was written."""
 
 
 def stalls_of(history: MetricsHistory) -> list[Stall]:

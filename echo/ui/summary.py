@@ -178,7 +178,7 @@ class RunSummary:
     num_lineages: int
     """1 plus the number of resumes."""
     num_reward_steps: int
-    """Number of steps over which each of the two rewards is averaged."""
+    """Number of steps in `reward_before` and in `reward_after`."""
     reward_before: float | None
     """Mean reward of the first steps; None if it is not finite."""
     reward_after: float | None

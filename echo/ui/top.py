@@ -1,4 +1,4 @@
-"""Draws the screen of `echo-rl top`: the live view with a table of nodes that keys control.
+"""Draws the screen of `echo-rl top`: the live view, and a table of nodes to operate by keys.
 
 This module is pure: its inputs are statuses and pressed keys, and its outputs are rows and
 operations. The keys sort, filter and operate nodes. Each operation is shown with its effect and
@@ -22,7 +22,7 @@ from echo.ui.screen import node_order, node_rows, render_live
 from echo.wire.messages import Act, Operation
 
 Order: TypeAlias = Callable[[NodeStatus], Any]
-"""Returns a node's sort key."""
+"""The type of a function that returns a node's sort key."""
 
 SORTS: Mapping[str, Order] = {
     "name": node_order,
@@ -83,9 +83,9 @@ class TopScreen:
         self._filter = ""
         self._is_typing = False
         self._has_chart: bool | None = None
-        """Whether the graph is shown; None until the person has chosen."""
+        """Whether the graph is shown; None before the user has chosen."""
         self._selected = ""
-        """Id of the selected node; "" before any was selected."""
+        """Id of the selected node; "" without a selection."""
         self._pending: Confirmation | None = None
 
     def show(self, status: RunStatus, *, may_operate: bool) -> None:

@@ -93,7 +93,7 @@ def render_trace(run: ReportedRun, window: Window) -> bytes:
 
 
 def _times(run: ReportedRun, window: Window) -> tuple[float, float]:
-    """Return the Unix times of the begin and the end of the window's steps.
+    """Return the Unix times of the start and the end of the window's steps.
 
     Raises:
         DataError: if the run did not make any of these steps.

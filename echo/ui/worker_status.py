@@ -12,7 +12,7 @@ from typing import TextIO
 from echo.core.monitoring.metrics import WorkerView
 
 LOG_S = 60.0
-"""Seconds between two lines on the status in the log."""
+"""Seconds between two status lines in the log."""
 RATE_WINDOW_S = 10.0
 """Smallest number of seconds over which tokens per second are averaged."""
 

@@ -1,4 +1,4 @@
-"""The figures of a report, each with one idea, as PNG images; the learning curve is two of them.
+"""Draws the figures of a report, and the learning curve of a run, as PNG images.
 
 A figure of one run also shows details such as a curve's spread, parts or bound. A figure of several
 runs has one line per run. Figures without data are left out.
@@ -226,7 +226,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def learning_curve(run: ReportedRun, out_png: Path) -> Path:
-    """Draw the rewards and the staleness of a run to a PNG file, and return its path.
+    """Draw a run's rewards and staleness to a PNG file; return the file's path.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -781,4 +781,4 @@ DRAWINGS = (
         compares=False,
     ),
 )
-"""The figures that are more than curves of metrics."""
+"""The figures that need drawing functions of their own."""

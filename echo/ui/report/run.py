@@ -1,8 +1,8 @@
 """Reads the content of a report from a run's files.
 
-The run may be finished, under way or crashed, even before its first step. If a file lacks data, the
-report leaves out this part. Curves show only the steps of the surviving history. Times, bytes and
-costs include abandoned steps, because they were paid for.
+The run may be finished, under way or crashed, even before its first step. The report leaves out
+parts without data. Curves show only the steps of the surviving history. Times, bytes and costs
+include abandoned steps, because they were paid for.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LongWait:
     share: float
     """Share of the step's time in which the learner waited."""
     cause: str
-    """The recorded explanation of the wait. Without an explanation, the reason for the wait; may be
+    """The recorded explanation of the wait. If there is none, the recorded reason, which may be
     empty."""
 
 
@@ -157,7 +157,7 @@ class ReportedRun:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps on the surviving history."""
+        """Number of optimizer steps in the surviving history."""
         return int(self.history.train[-1]["step"]) if self.history.train else 0
 
     @property
