@@ -271,7 +271,7 @@ def test_a_fleets_problems_and_a_scenarios_are_found_in_one_pass() -> None:
     found = "\n".join(complaints(("all.toml", table)))
     for part in (
         '[job]: model = "Qwen3-0.6": unknown; did you mean "Qwen3-0.6B"?',
-        "[learner]: gpu: missing (GPU by name)",
+        "[learner]: gpu: missing (Name of the GPU)",
         '[sim]: rent.RTX 4080 = 1: unknown; did you mean "RTX 4090"?',
         "[sim]: speed_spread = 2: must be a number, at least 0, below 1",
         'faults[1]: target = "RTX-4090-5": unknown; did you mean "RTX 4090"?',
