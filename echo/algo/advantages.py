@@ -23,8 +23,11 @@ def group_advantages(
 ) -> npt.NDArray[np.float64]:
     """Return each rollout's advantage: its reward minus the mean reward of its group.
 
-    Rollout g of group n, with the reward r_ng, has the advantage A_ng = r_ng - mean_g(r_n). If
-    normalised, A is divided by std_g(r_n) + 1e-4, with the unbiased standard deviation std. With
+    With the reward r_ng of rollout g in group n:
+
+        A_ng = r_ng - mean_g(r_n)
+
+    If normalised, A is divided by std_g(r_n) + 1e-4, with the unbiased standard deviation std. With
     leave-one-out, the mean is over the other rollouts. This multiplies A by G / (G - 1). If all
     rewards of a group are equal, A is exactly 0.
 

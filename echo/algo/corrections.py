@@ -79,7 +79,8 @@ class RolloutMasks:
     veto        keep where min_t r_t >= veto
     opsm        keep where A >= 0 or mean_t(-log r_t) <= opsm
 
-    r_t is learner / sampler of token t before the step, without gradient. A is the advantage.
+    r_t is the ratio of learner to sampler at token t, before the step and without gradient. A is
+    the advantage.
 
     Source: geometric mask and veto: verl and slime; off-policy sequence masking: DeepSeek-V3.2,
     arXiv:2512.02556.

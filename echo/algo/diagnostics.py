@@ -221,10 +221,13 @@ def mismatch_sums(learner_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[st
 def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return the statistics of the importance ratio r = pi / mu over a batch of N tokens.
 
-    pi is the probability under the learner, mu under the sampler. is_ratio/mean and is_ratio/max
-    are the mean and the maximum of r. ess = (sum r)^2 / (N sum r^2) is the effective sample size as
-    a share of N, and is 1 if all ratios are equal. mismatch_kl = mean(r - 1 - log r) is an unbiased
-    estimate of KL(mu || pi) in nats per token, and never negative.
+    With a token's probability pi under the learner and mu under the sampler:
+
+        is_ratio/mean, is_ratio/max    mean and maximum of r
+        ess                            (sum r)^2 / (N sum r^2), the effective sample size as a share
+                                       of N; 1 if all ratios are equal
+        mismatch_kl                    mean(r - 1 - log r), an unbiased estimate of KL(mu || pi) in
+                                       nats per token; never negative
 
     Args:
         sums: from `mismatch_sums`: the sums of r, of r^2 (as "ess") and of r - 1 - log r, and the
@@ -278,9 +281,13 @@ def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
 def rollout_ess(sums: Mapping[str, float]) -> float:
     """Return the effective sample size of B rollouts as a share of B.
 
-    w_i = prod_t pi(t) / mu(t) over the tokens of rollout i, learner over sampler; ess = (sum_i
-    w_i)^2 / (B sum_i w_i^2). ess is 1 if all w_i are equal, 1 / B if one rollout outweighs all
-    others, and NaN without rollouts.
+    With a token's probability pi under the learner and mu under the sampler:
+
+        w_i = prod_t pi(t) / mu(t) over the tokens of rollout i
+        ess = (sum_i w_i)^2 / (B sum_i w_i^2)
+
+    ess is 1 if all w_i are equal, 1 / B if one rollout outweighs all others, and NaN without
+    rollouts.
 
     Args:
         sums: from `rollout_ratio_sums`.

@@ -91,8 +91,9 @@ def clipped_surrogate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the clipped loss l of each element, and the clip masks by metric.
 
-    l = -min(r A, clip(r, 1 - low, 1 + high) A); for A < 0 with dual clip c also l <= -c A. r is the
-    ratio, A the advantage.
+    With the ratio r, the advantage A, and dual clip c:
+
+        l = -min(r A, clip(r, 1 - low, 1 + high) A);  for A < 0 also l <= -c A
 
     clip_ratio/low     A < 0 and r < 1 - low
     clip_ratio/high    A > 0 and r > 1 + high
@@ -217,15 +218,20 @@ class ClippedTokenLoss:
 class GrpoLoss(ClippedTokenLoss):
     """The clipped surrogate of PPO on token ratios against the policy that sampled.
 
-    r_t = pi(t) / mu(t), learner over sampler;  l_t = -min(r_t A, clip(r_t, 1 - low, 1 + high) A);
-    for A < 0 with dual clip c also l_t <= -c A;  loss = sum_t l_t / num_tokens, or with
-    sequence_mean the mean over rollouts of the mean over their tokens.
+    With the ratio r_t of learner to sampler, the advantage A, and dual clip c:
+
+        r_t = pi(t) / mu(t)
+        l_t = -min(r_t A, clip(r_t, 1 - low, 1 + high) A);  for A < 0 also l_t <= -c A
+        loss = sum_t l_t / num_tokens
+
+    With sequence_mean, the loss is the mean over rollouts of the mean of l_t over the rollout's
+    tokens.
 
     Source: GRPO, arXiv:2402.03300; clip-higher and token mean: DAPO, arXiv:2503.14476; dual clip:
     arXiv:1912.09729.
     Differs from the paper: the ratio is to the sampler, several versions old. So the ratio is also
-    the importance weight, and no other correction may be multiplied in. By default the mean is over
-    tokens. There is no KL term. |log r| is limited to 20.
+    the importance weight, and no further weight is allowed. By default the mean is over tokens.
+    There is no KL term. |log r| is limited to 20.
     Limits: clipped tokens have no gradient. Under large staleness most ratios leave the range.
     """
 
@@ -245,8 +251,8 @@ class DapoLoss(GrpoLoss):
     l_t as in GRPO with low .2, high .28 and no dual clip;  loss = sum_t l_t / num_tokens.
 
     Source: DAPO, arXiv:2503.14476, eq. 8 and 10.
-    Differs from the paper: the ratio is to the sampler; |log r| is limited to 20. Other files have
-    the paper's other parts: advantages.py the length penalty, train/batch.py the filtering.
+    Differs from the paper: the ratio is to the sampler; |log r| is limited to 20. The paper's other
+    parts are elsewhere: the length penalty in advantages.py, the filtering in train/batch.py.
     Limits: the same as for GRPO.
     """
 
@@ -282,7 +288,11 @@ def loglinear_logprobs(
 ) -> Tensor:
     """Estimate log-probabilities under the version one step before the learner's, [B, T].
 
-    log prox = log mu + a (log pi - log mu), with a = clip((s - 1) / s, 0, 1), and a = 0 for s <= 0.
+    With the log-probabilities log pi under the learner and log mu under the sampler, s steps old:
+
+        log prox = log mu + a (log pi - log mu)
+        a = clip((s - 1) / s, 0, 1), and 0 for s <= 0
+
     The estimate has no gradient, and assumes that the policy has moved evenly, in log space, over
     the s steps.
 
@@ -303,10 +313,15 @@ def loglinear_logprobs(
 class DecoupledPpoLoss:
     """PPO around a recent proximal policy, with a weight for staleness.
 
-    prox is the proximal policy's probability; u_t = pi(t) / prox(t); w_t = bounded prox(t) / mu(t),
-    without gradient (corrections.py); l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A); loss =
-    sum_t l_t / num_tokens, where num_tokens includes masked tokens. The clip on u is the trust
-    region, and w corrects for staleness.
+    With a token's probability pi under the learner, prox under the proximal policy and mu under the
+    sampler, and the advantage A:
+
+        u_t = pi(t) / prox(t)
+        w_t = bounded prox(t) / mu(t), without gradient (corrections.py)
+        l_t = -w_t min(u_t A, clip(u_t, 1 - low, 1 + high) A)
+        loss = sum_t l_t / num_tokens, where num_tokens includes masked tokens
+
+    The clip on u is the trust region, and w corrects for staleness.
 
     With proximal = "recompute", the proximal policy is the policy at the start of the step. In the
     first update of a step u is 1, and the loss is the policy gradient under bounded importance
@@ -474,9 +489,13 @@ def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> T
 class CispoLoss:
     """The policy gradient under clipped importance weights.
 
-    With the ratio r_t = pi(t) / mu(t) of learner to sampler, the advantage A, and the stop-gradient
-    sg: l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t); loss = sum_t l_t / num_tokens. Every
-    token has a gradient.
+    With the ratio r_t of learner to sampler, the advantage A, and the stop-gradient sg:
+
+        r_t = pi(t) / mu(t)
+        l_t = -sg[clip(r_t, 1 - low, 1 + high)] A log pi(t)
+        loss = sum_t l_t / num_tokens
+
+    Every token has a gradient.
 
     Source: CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
     Differs from the paper: the ratio is to the sampler; no KL term; |log r| is limited to 20.
@@ -527,10 +546,15 @@ class CispoLoss:
 class DppoTvLoss:
     """A trust region on the change of a token's probability, not on its ratio.
 
-    With a token's probability pi under the learner and mu under the sampler, r_t = pi / mu, and the
-    advantage A: keep_t = 0 if (A > 0 and pi - mu > gap) or (A < 0 and mu - pi > gap), otherwise 1;
-    l_t = -keep_t r_t A + c (log r_t)^2; loss = sum_t l_t / num_tokens. |pi - mu| is the total
-    variation between the two policies if all other tokens are merged into one.
+    With a token's probability pi under the learner and mu under the sampler, and the advantage A:
+
+        r_t = pi(t) / mu(t)
+        keep_t = 0 if (A > 0 and pi - mu > gap) or (A < 0 and mu - pi > gap), otherwise 1
+        l_t = -keep_t r_t A + c (log r_t)^2
+        loss = sum_t l_t / num_tokens
+
+    |pi - mu| is the total variation between the two policies if all other tokens are merged into
+    one.
 
     Source: DPPO (binary TV), arXiv:2602.04879; the term in (log r)^2: prime-rl, after Kimi-K2.5,
     arXiv:2602.02276.
@@ -569,10 +593,14 @@ class DppoTvLoss:
 class SapoLoss:
     """A smooth gate on the ratio in place of the clip.
 
-    With the ratio r_t of learner to sampler and the advantage A: f(r) = (4 / tau) sigmoid(tau (r -
-    1)); l_t = -f(r_t) A, with tau by the sign of A; loss = mean over rollouts of the mean over
-    their tokens. The slope df/dr is 1 at r = 1, so the on-policy gradient is the policy gradient.
-    The slope falls on both sides of r = 1 but never reaches 0.
+    With the ratio r_t of learner to sampler, the advantage A, and tau by the sign of A:
+
+        f(r) = (4 / tau) sigmoid(tau (r - 1))
+        l_t = -f(r_t) A
+        loss = mean over rollouts of the mean over their tokens
+
+    The slope df/dr is 1 at r = 1, so the on-policy gradient is the policy gradient. The slope falls
+    on both sides of r = 1 but never reaches 0.
 
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     Differs from the paper: the ratio is to the sampler; |log r| is limited to 20.
@@ -688,8 +716,11 @@ def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
 class GspoLoss:
     """The clipped surrogate on the geometric mean of a rollout's token ratios.
 
-    s_i = exp(mean_t log(pi(t) / mu(t)));  l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i);
-    loss = sum_i l_i / num_rollouts.
+    With the advantage A_i of rollout i, and its ratio s_i of learner to sampler:
+
+        s_i = exp(mean_t log(pi(t) / mu(t)))
+        l_i = -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i)
+        loss = sum_i l_i / num_rollouts
 
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7.
     Differs from the paper: the ratio is to the sampler, several versions old. So the default range
@@ -741,10 +772,14 @@ class GspoLoss:
 class OaplLoss:
     """Regression of a rollout's log-ratio on its advantage.
 
-    For rollout i with the reward r_i, R_i = sum_t ln(pi(t) / mu(t)), learner over sampler, and A_i
-    = r_i - V, where V = b ln mean exp(r / b) over the group and b = baseline_beta (advantages.py);
-    loss = sum_i (beta R_i - A_i)^2 / num_rollouts. The policy that maximises reward - beta KL(pi ||
-    mu) minimises this loss, for rollouts of any policy. There is no importance weight and no clip.
+    With the reward r_i of rollout i, and probabilities pi under the learner, mu under the sampler:
+
+        R_i = sum_t ln(pi(t) / mu(t))
+        A_i = r_i - V,  V = b ln mean exp(r / b) over the group,  b = baseline_beta (advantages.py)
+        loss = sum_i (beta R_i - A_i)^2 / num_rollouts
+
+    The policy that maximises reward - beta KL(pi || mu) minimises this loss, for rollouts of any
+    policy. There is no importance weight and no clip.
 
     Source: OAPL, arXiv:2602.19362, eq. 2 and 3, with b = 1 and beta = 1e-3; formula and constants
     as quoted in two forks of NeMo RL.
@@ -824,10 +859,15 @@ def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
 class GepoLoss:
     """The clipped surrogate on group-expectation ratios.
 
-    p_i = exp(mean_t log pi(t)), q_i = exp(mean_t log mu(t));  E = sum_j q_j^2 / sum_j q_j over the
-    group, without gradient;  w_i = p_i / E;
-    l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i;
-    loss = sum_i l_i / num_rollouts;  KL_i = mean_t k3, learner to sampler.
+    With the advantage A_i of rollout i, and probabilities pi under the learner and mu under the
+    sampler:
+
+        p_i = exp(mean_t log pi(t)),  q_i = exp(mean_t log mu(t))
+        E = sum_j q_j^2 / sum_j q_j over the group, without gradient
+        w_i = p_i / E
+        KL_i = mean_t k3, learner to sampler
+        l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i
+        loss = sum_i l_i / num_rollouts
 
     gate_kl > 0 is GEPO+: if KL_i is below the gate, w_i is p_i / q_i as in GSPO. For so small a KL,
     E would add bias and hardly reduce the variance. The gate has no gradient.
@@ -903,11 +943,14 @@ MAX_KL_WEIGHT = 2.0
 class ReferenceKlLoss:
     """A loss plus c KL(learner || reference), estimated on the tokens of the batch.
 
-    loss = inner + c sum_t w_t k_t / num_tokens, where inner is the loss without the penalty, k_t
-    one of the estimators k1, k2, k3 for learner and reference, and w_t = min(pi(t) / mu(t), 2). The
-    weights w are needed because the sampler drew the tokens. w has a gradient for k1 and k3, and no
-    gradient for k2. So below the cap of 2 all three estimators have the same expected gradient, the
-    gradient of the divergence.
+    Let inner be the loss without the penalty, and k_t an estimator k1, k2 or k3 of the divergence:
+
+        w_t = min(pi(t) / mu(t), 2), learner over sampler
+        loss = inner + c sum_t w_t k_t / num_tokens
+
+    The weights w are needed because the sampler drew the tokens. w has a gradient for k1 and k3,
+    and no gradient for k2. So below the cap of 2 all three estimators have the same expected
+    gradient, the gradient of the divergence.
 
     Rollouts with an advantage of 0 are trained too, since the divergence has a gradient.
 

@@ -14,7 +14,7 @@ Numerics:
   exact. On a GPU these rows are kept, since the host would wait for their number.
 
 The host never waits for a GPU here. An id outside of the vocabulary raises a `ValueError` on a CPU.
-On a GPU it stops the process by a device-side assertion.
+On a GPU, such an id stops the process by a device-side assertion.
 
 Shapes: N tokens, D model width, V vocabulary.
 """

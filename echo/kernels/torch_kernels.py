@@ -30,8 +30,8 @@ from echo.kernels.contract import (
 )
 
 SIZES_PER_OCTAVE = 16
-"""Number of sizes between a number of rows and its double. The rows of a bfloat16 backward are
-filled to one of these sizes.
+"""Number of allowed sizes between n and 2 n rows. A bfloat16 backward fills its rows to the next
+allowed size.
 """
 
 
@@ -267,8 +267,11 @@ def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
 
     For a row with the scored id y, the logit z_j and the probability p_j of each id j:
 
-    d log p_y / d z_j = 1[j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy), where p_j =
-    exp(z_j) / total. The caller adds the terms 1[j = y].
+        p_j = exp(z_j) / total
+        d log p_y / d z_j = 1[j = y] - p_j
+        d entropy / d z_j = -p_j (log p_j + entropy)
+
+    The caller adds the terms 1[j = y].
 
     Args:
         logits: [N, columns] logits of a chunk of the vocabulary, minus the peak of each row.

@@ -118,7 +118,7 @@ def prepare_batch(
         vocab_size: number of token ids of the model.
 
     Raises:
-        DataError: if a group cannot be trained on; the text names it.
+        DataError: if a group cannot be trained on; the text names the group.
     """
     for group in groups:
         # Such a group would damage the weights, or end the process inside a GPU kernel.

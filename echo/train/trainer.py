@@ -338,8 +338,8 @@ class Trainer:
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
         """Return the settings, with a learning rate scaled by the effective sample size.
 
-        rate = settings' rate * sqrt(ess), where ess = `rollout_ess(sums)` lies between 0 and 1, and
-        is 1 on-policy.
+        The rate is multiplied by sqrt(ess), where ess = `rollout_ess(sums)` is between 0 and 1, and
+        1 on-policy.
 
         Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
         unclipped weights of its code. Differs from the paper: no off-policy baseline, and rollouts

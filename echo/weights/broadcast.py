@@ -294,7 +294,7 @@ class Broadcast:
         expected_bytes: int,
         now: float,
     ) -> list[Action]:
-        """Add the next segment of an encoded version that the learner makes, and forward it.
+        """Add and forward the next segment of an encoded version that this learner makes.
 
         Args:
             table: the table of the segment.
@@ -325,7 +325,7 @@ class Broadcast:
         return self.evict(now=now)
 
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
-        """Ask the parent for the learner's newest version if this node lacks an offer of it.
+        """Ask the parent for the learner's newest version, if that version was not offered yet.
 
         The Announce of this version may be under way, or may have been lost. If no newer version is
         announced within GIVE_UP_STALLS * stall_s, the node leaves the parent: the parent has no

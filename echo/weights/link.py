@@ -34,9 +34,9 @@ children share an uplink. If there is a spare parent, the node leaves its parent
 silence. Without a spare parent the node repeats its request once, and leaves the parent at the
 second silence. These rules change or bound `patience_s`:
 
-* At least MIN_PATIENCE_S with a spare parent.
-* At least the configured time without a spare parent, and for the first chunk after a request: all
-  children request that chunk at the same time.
+* With a spare parent, `patience_s` is at least MIN_PATIENCE_S.
+* Without a spare parent, `patience_s` is at least the configured time. The same holds for the first
+  chunk after a request, because all children request this chunk at the same time.
 * While the rate of the link is unknown, `patience_s` is the configured time. This time doubles with
   each parent that the node leaves because of a silence. Otherwise a slow link would never deliver a
   chunk.

@@ -1,10 +1,10 @@
 """The publication schedule: decides when to publish a version, and in which forms.
 
 **Period.** The publish period is the number of steps between two publications. The period is fixed,
-or it is the smallest number of steps that take as long as a broadcast. The period is at most S + 1,
-where S is the present staleness bound. If two versions were further apart, the workers' version
-would become too old before the learner publishes the next version, and learner and workers would
-wait forever.
+or it is the smallest number of steps that takes at least as long as a broadcast. The period is at
+most S + 1, where S is the present staleness bound. If two versions were further apart, the workers'
+version would become too old before the learner publishes the next version, and learner and workers
+would wait forever.
 
 **Path.** A node can fetch a version as its full image, as a keyframe (compressed, without a base),
 or as a delta against an older version. The older version, too, can be fetched in several forms. The
@@ -17,11 +17,11 @@ and offers the image after the first segment of the delta. The learner makes a k
 time. The sizes measured in this run determine which forms are made, so that nodes fetch few bytes.
 
 * A node without any version fetches the last **keyframe**, and then the deltas made since. A new
-  keyframe is due in two cases: this path has KEYFRAME_MARGIN more bytes than a new keyframe, or
-  more than MAX_STEPS encoded versions. At a learning rate of 1e-6, a bf16 delta has 1/116 and a
-  keyframe 2/3 of the image's bytes, and every 16th version gets a keyframe. At 5e-6 (1/37) every
-  7th version gets a keyframe. The first version always gets a keyframe if keyframes are clearly
-  smaller than the image.
+  keyframe is due in two cases: this path has more bytes than a new keyframe plus KEYFRAME_MARGIN,
+  or more than MAX_STEPS encoded versions. At a learning rate of 1e-6, a bf16 delta has 1/116 and a
+  keyframe 2/3 of the image's bytes, and every 16th version gets a keyframe. At 5e-6, a delta has
+  1/37, and every 7th version gets a keyframe. The first version always gets a keyframe if keyframes
+  are clearly smaller than the image.
 * A **delta** is made only if deltas are clearly smaller than the forms without a base. If the last
   delta was larger than DELTA_SHARE of a keyframe or image, the next versions get no delta. After
   RETRY_AFTER versions a delta is tried again, because deltas shrink when the learning rate decays.

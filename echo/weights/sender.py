@@ -5,10 +5,10 @@ chunks in ascending order, within its credit, as soon as this node holds them.
 
 * **Siblings.** Children that fetch the same item are siblings. TCP divides an uplink unevenly, and
   the child with the smallest share would delay all nodes below that child. So no child may be more
-  than MAX_LEAD_CHUNKS ahead of its slowest sibling. Siblings do not wait for three kinds of child:
-  a child that was silent for as long as SILENT_CHUNKS chunks usually take; a child that took chunks
-  at less than half of the median rate for SLOW_AFTER_S, for example because of a slow disk; a child
-  that needs a chunk that this node does not hold. The rate of a child excludes the time in which
+  than MAX_LEAD_CHUNKS ahead of its slowest sibling. Siblings do not wait for a child whose next
+  chunk this node does not hold. They do not wait for a child that is silent for the usual time of
+  SILENT_CHUNKS chunks. After SLOW_AFTER_S they do not wait for a child with less than half of the
+  median rate, for example because of a slow disk. The rate of a child excludes the time in which
   the child waits for a sibling. Otherwise all siblings would seem as slow as the slowest.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in its
   own frame, because most of the Python time is spent once per message. On a slow link each chunk is

@@ -66,8 +66,8 @@ class Kernel:
     implementation: str | None = None
     """torch's name of the implementation to activate; None for torch's default implementation."""
     long_from: int | None = None
-    """Smallest number of tokens for which dense products compute a segment; None if they compute no
-    segment.
+    """Smallest number of tokens for which dense products compute a segment; None for no dense
+    products.
     """
     slowdown: float = 1.0
     """Time of attention in packed rows without dense products, as a multiple of the time in padded

@@ -2,7 +2,7 @@
 
 A packed row [1, L] has no padding, so no computation is wasted, and a row can hold whole groups
 that would not fit into a padded rectangle. An attention registered with transformers as `packed`
-keeps rollouts apart, by one of the kernels in attention.py. It has no mask function, so
+keeps rollouts apart, by one of the kernels in attention.py. This attention has no mask function, so
 transformers makes no L x L mask. transformers passes the result of `arguments` to every layer.
 
 Completions may share a prompt. The prompt is then a segment of its own, and each completion attends

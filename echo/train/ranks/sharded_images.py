@@ -260,7 +260,7 @@ class AskedBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Request to code blocks; the answer is a list of `CodedBlock`."""
 
     image: int
-    """Number of the memory area that the image is in."""
+    """Number of the image's memory area."""
     base: int | None
     blocks: tuple[tuple[int, int, WordBytes], ...]
 
@@ -269,7 +269,7 @@ class AskedHashes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Request to hash chunks; the answer is a `ChunkHashes`."""
 
     image: int
-    """Number of the memory area that the image is in."""
+    """Number of the image's memory area."""
     chunk_bytes: int
     first: int
     stop: int

@@ -5,7 +5,7 @@ example the experts of a layer), and reads only this rank's rows. The tensors ar
 shards, one decoder layer after the other.
 
 Reading one rank's rows is correct only if each row of the result comes from the same row of each
-source. Every rank reads tensors without this property whole.
+source. Tensors without this property are read whole by every rank.
 """
 
 from __future__ import annotations

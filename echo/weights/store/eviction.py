@@ -3,8 +3,8 @@
 These items are kept:
 
 * the newest `keep_versions` complete images;
-* the newest keyframe, and the newest deltas, in total smaller than an image, for nodes that join
-  late;
+* for nodes that join late, the newest keyframe and the newest deltas; these deltas are in total
+  smaller than an image;
 * items that this node codes, fetches or decodes, and items that children fetch.
 
 All other items are dropped. So the size of the store grows at most with the number of children.

@@ -1,9 +1,9 @@
-"""In-place patching: writes a delta over the image of its base, and can take the delta back.
+"""In-place patching: writes a delta over the image of its base, and can undo the change.
 
 As the chunks of a delta arrive, each block is decoded to a `BlockPatch`: the positions of the
 changed words, the old words and the new words. The image stays unchanged during this time. When all
 blocks are decoded, the new words are written over the image: by a thread of this node, or by the
-engine between two tokens when it installs the version (`PatchMode`). Afterwards the same memory
+engine, between two tokens, when installing the version (`PatchMode`). Afterwards the same memory
 holds the new version.
 
 Children, or an engine that returns to the base, can still read the base: a reader copies a block

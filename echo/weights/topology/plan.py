@@ -16,9 +16,9 @@ Each transfer measures the links again. So while a broadcast takes longer than W
 is also made every REPLAN_S.
 
 A node that changes its parent during a broadcast loses time and the chunks under way. So during a
-broadcast a new plan must save more time. A plan is also made just before a version is sent, but at
-most every REPLAN_S. Without this plan, a learner that publishes often would plan only during
-broadcasts, and measurements would have no effect.
+broadcast a new plan must save more time (BUSY_GAIN). A plan is also made just before a version is
+sent, but at most every REPLAN_S. Without this plan, a learner that publishes often would plan only
+during broadcasts, and measurements would have no effect.
 
 The plan in force is kept, with changes only for nodes that join or leave, until another plan would
 save MIN_GAIN of the time. So small changes of measured rates change no node's parent. In a small
@@ -29,7 +29,7 @@ made NEWS_S after the last plan.
 **Inputs.** For each node the planner has: the rate of the uplink, from the chunks that children
 have acknowledged; the rate of the downlink, if the downlink limits the node (`sites.py`); the
 round-trip time to the parent; the region and the price of traffic, from the node's configuration;
-and the suspects, nodes that sent this node wrong chunks. Suspects serve no node until their
+and the suspects: nodes that sent wrong chunks to this node. Suspects serve no node until their
 quarantine ends.
 """
 
