@@ -472,7 +472,7 @@ def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, hig
 def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> Tensor:
     """Return the score-centering term C of each token, [B, T], for weights of rollouts.
 
-    `weights` is [B]; its gradient is not used. A clipped rollout has the weight 0, so C is 0.
+    `weights` [B] are used without gradient. A clipped rollout has the weight 0, so its C is 0.
     """
     of_token = weights.detach()[:, None].expand(mask.shape)
     of_id = of_token.flatten().index_select(0, likely.places)

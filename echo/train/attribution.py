@@ -212,8 +212,8 @@ _NAME = re.compile(r"v(\d+)_(\d+)\.safetensors")
 
 
 HEADER_BYTES = 256
-"""Upper bound on the size of a tensor's entry in the header of a file, in bytes. All other entries
-together also take at most this size.
+"""Upper bound on the bytes of a tensor's entry in a file's header, and on the bytes of all other
+entries together.
 """
 
 

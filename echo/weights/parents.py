@@ -11,7 +11,7 @@ While a node does not use its preferred parent, the learner repeats the plan. On
 node dials the preferred parent again, at the earliest `retry_preferred_s` after the failure. This
 time doubles with each failure. Otherwise a node could alternate endlessly between two parents that
 lack the item. A node that sent chunks with wrong hashes is **quarantined**: it is not dialled for
-QUARANTINE_S. The learner is never quarantined.
+QUARANTINE_S. The learner may be dialled at any time.
 
 If no parent of the plan serves a node, the node uses its **last resort**. First the node dials the
 possible addresses of the learner, and fetches weights only if the learner answers. A plan may lack

@@ -17,7 +17,7 @@ burst of one chunk yields no measurement.
 * A receiver's **downlink** is usually faster than the measured rate, because the parents are
   slower. `topology/sites.py` decides when the downlink is the limit.
 
-**Probe.** Before a node serves a child, a few large messages measure the node's uplink.
+**Probe.** Before a node serves a child, a few messages of growing size measure the node's uplink.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ MOST_BYTES_PER_S = 1e12
 
 
 class RateEstimate:
-    """An estimate of a link's rate, in bytes per busy second.
+    """An estimate of a link's rate, in bytes per second of busy time.
 
     Older samples have less weight.
     """

@@ -181,10 +181,7 @@ def _ids(
 
 
 def _firsts(counts: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """Return the index of the first id of each nonempty set.
-
-    Indices count the ids of all sets.
-    """
+    """Return the index of the first id of each nonempty set, among the ids of all sets."""
     ends = np.cumsum(counts, dtype=np.int64)
     firsts: npt.NDArray[np.int64] = (ends - counts)[counts > 0]
     return firsts

@@ -172,7 +172,7 @@ class CrashReasons:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Keep the shared store, this rank's number and the number of ranks.
 
-        The store must add a prefix to each key, so that keys of other users differ.
+        The store must add a prefix to each key, so that no other user has the same keys.
         """
         self._store, self._rank = store, rank
         self._others = [other for other in range(size) if other != rank]
