@@ -286,7 +286,7 @@ class HexScheduler:
             training=training,
             rollouts=rollouts,
             train_s=training.step_s,
-            rollout_s=generate_s + self.job.reward_s + update_s,
+            rollout_s=generate_s + update_s,
             update_s=update_s,
         )
 

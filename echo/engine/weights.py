@@ -90,20 +90,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def publish_image(
-    state: Mapping[str, Tensor], dtype: str, *, unrounded: Set[str] = frozenset()
+    state: Mapping[str, Tensor], dtype: str
 ) -> tuple[tuple[TensorSpec, ...], bytearray]:
-    """Write a state dict into a new byte image.
-
-    Args:
-        state: tensors by name, on any device, in the order in which the model registers them.
-        dtype: "bfloat16", "float16" or "float32". Floating-point tensors are rounded to this dtype,
-            to nearest even. Other tensors keep their dtype.
-        unrounded: names of floating-point tensors that keep their dtype, too.
+    """Write a state dict into a new byte image. Arguments as for `lay_out`.
 
     Returns:
         The place of each tensor in the image, sorted by name, and the image's bytes.
     """
-    specs, tensors = lay_out(state, dtype, unrounded)
+    specs, tensors = lay_out(state, dtype)
     image = bytearray(image_bytes(specs))
     write_image(specs, tensors, host_bytes(image))
     return specs, image
@@ -114,7 +108,11 @@ def lay_out(
 ) -> tuple[tuple[TensorSpec, ...], dict[str, Tensor]]:
     """Return the place of each tensor in a state dict's image, and the tensors to write.
 
-    Arguments as for `publish_image`.
+    Args:
+        state: tensors by name, on any device, in the order in which the model registers them.
+        dtype: "bfloat16", "float16" or "float32". Floating-point tensors are rounded to this dtype,
+            to nearest even. Other tensors keep their dtype.
+        unrounded: names of floating-point tensors that keep their dtype, too.
     """
     tensors = dict(sorted(_untie(state).items()))
     return find_places(tensors, dtype, unrounded), tensors
@@ -125,7 +123,7 @@ def find_places(
 ) -> tuple[TensorSpec, ...]:
     """Return the place of each tensor in an image, sorted by name.
 
-    No two tensors may be tied. Only shapes and dtypes are read. Arguments as for `publish_image`.
+    No two tensors may be tied. Only shapes and dtypes are read. Arguments as for `lay_out`.
     """
     target = torch_dtype(dtype)
     specs = []
@@ -147,7 +145,7 @@ def round_tensors(
 ) -> dict[str, Tensor]:
     """Return copies of weights, rounded as in a version.
 
-    Arguments as for `publish_image`.
+    Arguments as for `lay_out`.
     """
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and name not in unrounded else tensor

@@ -56,8 +56,6 @@ class SiteJob:
     completion_tokens: float
     max_tokens: float
     """Number of tokens of the longest sequence, including the prompt."""
-    reward_s: float = 0.0
-    """Seconds per step in which only rewards are computed."""
 
     @property
     def mean_tokens(self) -> float:
@@ -288,6 +286,6 @@ def price(
         num_train_gpus=num_gpus,
         rollouts=rollouts,
         train_s=train_step_s(cluster, job, name, num_gpus),
-        rollout_s=generate_s + job.reward_s + update_s,
+        rollout_s=generate_s + update_s,
         update_s=update_s,
     )

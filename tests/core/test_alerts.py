@@ -44,7 +44,6 @@ def test_a_floor_raises_one_alert_per_episode_and_ignores_single_steps(
     assert said(found) == [(kind, 12, False), (kind, 33, True)]
     assert found[0].good_step == 7
     assert f"alerts.{next(iter(limits))}" in found[0].text
-    assert rules.active == ()
 
 
 def test_a_value_that_moves_around_its_floor_is_not_told_at_each_crossing() -> None:

@@ -113,11 +113,6 @@ class AlertRules:
         for at, reward in enumerate(rewards, step - len(rewards) + 1):
             self._note_best(earlier, reward, at)
 
-    @property
-    def active(self) -> tuple[AlertKind, ...]:
-        """The conditions with a raised alert that has not been cleared."""
-        return tuple(kind for kind, each in self._conditions.items() if each.is_active)
-
     def _note_best(self, window: deque[float], reward: float, step: int) -> None:
         """Append a step's reward to a window; update the best mean reward."""
         if not math.isfinite(reward):

@@ -170,8 +170,6 @@ class RunStatus:
     staleness_bound: int | None = None
     """The bound on staleness for new leases; None if the hard bound applies."""
     publish_period: int
-    resumed_at: int = 0
-    """The number of completed steps when this process of the learner started."""
     activity: str = ""
     """The learner's activity, such as "training"; empty while the learner waits for groups."""
     waiting_for: str = ""

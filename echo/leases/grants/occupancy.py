@@ -46,13 +46,10 @@ class Occupancy:
         self._num_given: Counter[str] = Counter()
         """Worker -> number of leases that this round has given to it."""
 
-    def give(self, worker_id: str, *, is_copy: bool = False) -> None:
-        """Count a lease that this round gives to a worker.
-
-        A lease that copies another lease adds no promised group.
-        """
+    def give(self, worker_id: str) -> None:
+        """Count a group that this round grants to a worker."""
         self._num_given[worker_id] += 1
-        self.num_promised += not is_copy
+        self.num_promised += 1
 
     def num_held(self, worker: LeasedWorker) -> int:
         """Return a worker's number of leases, including leases of this round.

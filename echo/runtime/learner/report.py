@@ -146,7 +146,6 @@ class Progress:
         step: int = 0,
         earlier: LearningCurve | None = None,
     ) -> None:
-        self._first_step = step
         self._started_at = self._stepped_at = now
         self._waited_s = self._trained_s = 0.0
         self._step_times: tuple[float, float] = (0.0, 0.0)
@@ -498,7 +497,6 @@ class Progress:
             max_staleness=max_staleness,
             staleness_bound=bound if bound < max_staleness else None,
             publish_period=pace.period,
-            resumed_at=self._first_step,
             activity=self.activity,
             waiting_for=waiting_for,
             explanation=explanation,
