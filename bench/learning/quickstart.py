@@ -18,7 +18,7 @@ def train(
     """
     command = [sys.executable, "-m", "echo.cli.main", "quickstart"]
     command += ["--task", task] if model is None else ["--model", model]
-    command += ["--seed", str(seed), "--set", "ui.live=off"]
+    command += ["--set", f"run.seed={seed}", "--set", "ui.live=off"]
     for setting in settings:
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=sys.stderr) as process:

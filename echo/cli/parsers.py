@@ -263,7 +263,6 @@ def quickstart_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", type=_path, metavar="DIR", help="continue a run, for example runs/quickstart"
     )
-    parser.add_argument("--seed", type=int, help="seed of the run (default: 0)")
     _add_set(parser)
     return parser
 

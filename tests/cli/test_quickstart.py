@@ -80,9 +80,7 @@ def test_a_directory_without_a_run_cannot_be_resumed(
     assert "none: no run is there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "option", [["--task", "addition"], ["--model", "smollm2"], ["--seed", "3"]]
-)
+@pytest.mark.parametrize("option", [["--task", "addition"], ["--model", "smollm2"]])
 def test_what_a_run_has_is_not_asked_for_again(
     capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:

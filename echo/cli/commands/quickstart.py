@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.workers < 1:
             raise ConfigError(f"--workers {arguments.workers}: at least one worker must generate")
         if arguments.resume is not None:
-            for option in ("task", "model", "seed"):
+            for option in ("task", "model"):
                 if getattr(arguments, option) is not None:
                     raise ConfigError(
                         f"--{option} has no effect with --resume: the run has its own"
@@ -122,7 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model = str(small.path)
             overrides = [
                 override_of("model.name", model),
-                f"run.seed={arguments.seed or 0}",
                 *threads,
                 *share_settings(config, arguments.workers),
                 *arguments.set,
