@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from echo.config.fields import Bytes, Seconds, Strict
 from echo.config.layers import Schema, Settings
@@ -196,11 +196,8 @@ class SimRow(Strict):
     """Same as worker.release_after_s; the release command gives the machine back."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Number of rented nodes by offer. For other offers all nodes are rented."""
-    profile: Literal["lan", "wan"] = "wan"
-    """Profile with the defaults of the next four keys. The defaults shown here are those of
-    "wan"."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
-    """Same as network.heartbeat_s."""
+    """As network.heartbeat_s; the defaults of this key and of the next three are those of wan."""
     dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
     """Same as network.dead_after_s."""
     lease_timeout_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.lease_timeout_s"]
@@ -225,16 +222,6 @@ class SimRow(Strict):
     """Time in which the learner makes a version instead of training."""
     join_within_s: Instant = 5.0
     """Time in which all workers start, one after another."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_times(cls, given: Any) -> Any:
-        """Set each missing network time to the profile's default."""
-        profile = PROFILES.get(str(given.get("profile"))) if isinstance(given, dict) else None
-        if profile is None:
-            return given
-        names = ("heartbeat_s", "dead_after_s", "lease_timeout_s", "reconnect_for_s")
-        return {name: profile[f"network.{name}"] for name in names} | given
 
 
 class FaultRow(Strict):
