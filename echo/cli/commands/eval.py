@@ -62,7 +62,7 @@ class EvalTarget:
     config: Config
     """The settings of the evaluation; the section `sampling` has the evaluation's sampling."""
     checkpoint: tuple[Path, CheckpointInfo] | None
-    """Directory and metadata of the checkpoint; None for the weights of the model itself."""
+    """Directory and metadata of the checkpoint; None for a model."""
     runs_dir: Path
     """Directory that holds the runs."""
 
@@ -166,7 +166,7 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _as_evaluated(config: Config, arguments: Namespace) -> Config:
-    """Return the settings for the evaluation: its sampling, and no advertised address of the run.
+    """Return the settings with the evaluation's sampling and without the run's advertised address.
 
     The advertised address would lead workers to the run's own learner.
     """

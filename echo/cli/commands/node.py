@@ -864,7 +864,7 @@ POLL_S = 0.2
 
 
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
-    """Return an override that names the join string of a learner on this machine.
+    """Return a list with the override that names the join string of a learner on this machine.
 
     The list is empty if the node already has a join string, if encryption is off, or if the node
     dials another machine.

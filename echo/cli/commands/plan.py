@@ -259,8 +259,8 @@ def refusal_text(refusal: Refusal) -> str:
 def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[str, str]:
     """Return the minimum requirements for a rented machine as search conditions.
 
-    The result maps a name to its condition in the syntax of `vastai search offers`. Memory and disk
-    are in GB, links in Mbit/s.
+    The result maps the name of a property to a condition in the syntax of `vastai search offers`.
+    Memory and disk are in GB, links in Mbit/s.
     """
     weights = request.model.num_params * BYTES_PER_WEIGHT
     cache = (
@@ -651,7 +651,7 @@ def to_json(value: Any) -> Any:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write `record` as JSON to a file, as `write_text` does."""
+    """Write `record` as JSON to a file with `write_text`."""
     write_text(path, json.dumps(record, indent=1) + "\n")
 
 

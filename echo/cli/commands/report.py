@@ -33,7 +33,7 @@ PAGE, TRACE = "report.html", "trace.json"
 NUM_SAMPLES = 8
 """Number of rollouts on the page."""
 NUM_SAMPLED_GROUPS = 16
-"""Number of groups from which the page's rollouts are chosen. They are the last groups on disk."""
+"""Number of groups from which the page's rollouts are chosen."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,9 +63,10 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
-    """Return rollouts of the newest groups, best first. Without rollouts, return the reason.
+    """Return some rollouts of the newest groups, best first. Without rollouts, return the reason.
 
-    Rollouts of the last steps come first. Rollouts that were never trained on come last.
+    The groups of the last steps are used. If they are too few, groups that were never trained on
+    are added.
     """
     stored = stored_groups(read_records(run_dir))
     stored.sort(key=lambda each: each.step or 0)

@@ -99,7 +99,7 @@ def _none_found(
 
 
 def describe_removed(stored: Sequence[StoredGroup]) -> str:
-    """Return text on the number of groups with removed files, and the reason; "" without any."""
+    """Return text on the number of groups with removed files; "" if no files were removed."""
     removals = [each.removed for each in stored if each.removed is not None]
     if not removals:
         return ""
@@ -175,7 +175,7 @@ def _shown(
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the completion in parts. One policy version, or the task, wrote all tokens of a part.
+    """Yield the completion in parts, each from one policy version or from the task.
 
     A branch of the token tree begins a new part.
     """
