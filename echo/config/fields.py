@@ -279,7 +279,7 @@ Directory = Annotated[str, AfterValidator(_check_directory)]
 """The path of a directory, which need not exist yet."""
 
 RunName = Annotated[str, AfterValidator(_check_run_name)]
-"""The name of a run's directory: one component of a path."""
+"""The name of a run's directory, without slashes."""
 
 
 Role = Literal["learner", "worker", "relay"]

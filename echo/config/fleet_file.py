@@ -137,9 +137,9 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows with this name, and the text of an error.
+    """Return the numbers of the rows with this name, and text for an error.
 
-    If exactly one row has the name, the caller ignores the text.
+    The text applies if the number of rows is not 1.
     """
     calls = [
         (path[1], str(setting.value))

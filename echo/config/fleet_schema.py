@@ -109,7 +109,7 @@ class RegionRow(Strict):
     name: Name
     """Name of the region, for use in [[offers]]."""
     mbit_per_s: Positive | None = None
-    """Mbit/s of one stream from the learner to the region. If it is missing, there is no path."""
+    """Mbit/s of one stream from the learner to the region. Without a value, there is no path."""
     latency_s: Seconds = 0.0
     """Latency of the path in one direction."""
     price_per_gb: Amount = 0.0
@@ -122,7 +122,7 @@ class OfferRow(Strict):
     """Nodes of one kind that can be rented."""
 
     name: Name | None = None
-    """Name of the nodes; if left out, the GPU's name."""
+    """Name of the nodes. The default is the GPU's name."""
     gpu: Name
     """Name of the GPU."""
     num_gpus: Count = 1
@@ -195,9 +195,9 @@ class SimRow(Strict):
     release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
     """Same as worker.release_after_s; the release command gives the machine back."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """Number of rented nodes by offer. For other offers all nodes are rented."""
+    """Number of rented nodes, by offer. If an offer is not listed, all its nodes are rented."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
-    """As network.heartbeat_s; the defaults of this key and of the next three are those of wan."""
+    """Same as network.heartbeat_s. This key and the next three have the defaults of wan."""
     dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
     """Same as network.dead_after_s."""
     lease_timeout_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.lease_timeout_s"]

@@ -217,7 +217,7 @@ MAX_DEPTH = 32
 
 
 def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Return why messages and config.json would alter this value; None if they would not.
+    """Return why messages and config.json would alter this value; None for other values.
 
     Args:
         value: the value of a key, or a part of it.

@@ -589,7 +589,7 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 _TEMPLATE = "model.chat_template"
-"""The key whose file's text the learner sends to workers instead of the key's value."""
+"""A key with a file's path. The learner sends workers the file's text instead of the path."""
 NO_TEMPLATE = "none"
 """Value of `model.chat_template` that switches all templates off, even the tokenizer's."""
 _AGENTS = "agent.listen"

@@ -157,7 +157,7 @@ class DrGrpoSection(ClippedSection):
 
     kind: Literal["dr_grpo"]
     normalize_by_std: bool = False
-    """Divide advantages by their group's spread; the paper does not."""
+    """Divide advantages by their group's spread. The paper does not divide."""
     dual_clip: DualClip = False
 
 
@@ -183,7 +183,7 @@ class GepoSection(LossSection):
 
     kind: Literal["gepo"]
     normalize_by_std: bool = False
-    """Divide advantages by their group's spread; the paper does not."""
+    """Divide advantages by their group's spread. The paper does not divide."""
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
     gate_kl: float | None = Field(default=None, gt=0)
@@ -240,8 +240,8 @@ class DecoupledPpoSection(ClippedSection):
     importance_weight: Literal["token_tis", "sequence_tis", "token_mis", "sequence_mis"] = (
         "token_tis"
     )
-    """How the ratio of the proximal policy to the sampler is bounded. tis truncates the ratio, mis
-    masks it; token bounds it per token, sequence per rollout."""
+    """How the ratio of the proximal policy to the sampler is bounded. tis truncates the ratio and
+    mis masks the ratio, per token (token) or per rollout (sequence)."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Ratio above which the weight is truncated (tis) or becomes 0 (mis)."""
 
@@ -289,7 +289,7 @@ class DppoTvSection(MaskedLossSection):
 
     kind: Literal["dppo_tv"]
     normalize_by_std: bool = False
-    """Divide advantages by their group's spread; the paper does not."""
+    """Divide advantages by their group's spread. The paper does not divide."""
     max_probability_gap: float = Field(default=0.2, ge=0, le=1)
     """Largest change of a token's probability."""
     sampler_kl_coef: float = Field(default=0.0, ge=0)

@@ -216,8 +216,8 @@ def our_name(path: Sequence[str]) -> str | None:
     """Return a hint on Echo's key if the unknown key is from another trainer, otherwise None.
 
     Args:
-        path: the path of the unknown key. Only its last parts are compared with the table, so the
-            key may be in any section.
+        path: the path of the unknown key. Only the path's last parts are compared with the table,
+            so the key may be in any section.
     """
     text = next((text for name, text in ELSEWHERE.items() if name in path), None)
     if text is not None:

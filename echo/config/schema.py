@@ -128,7 +128,7 @@ class ModelSection(Section):
 
     roles = ("learner", "worker")
     name: str | None = Field(default=None, min_length=1)
-    """Directory or hub id; a worker that leaves it out gets the model from the learner."""
+    """Directory or hub id. If a worker sets no name, it gets the model from the learner."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Inherited[Literal["bfloat16", "float16", "float32"]] = "bfloat16"
@@ -235,9 +235,8 @@ class LeasesSection(Section):
     """Assignment of groups of prompts to workers."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
-    """While a step waits for its last groups, an idle worker also samples a running group that it
-    would finish this many times sooner than the group's first worker. false: only long overdue
-    groups."""
+    """While a step waits for its last groups, idle workers duplicate running groups that they would
+    finish this many times sooner. false: duplicate only long overdue groups."""
 
 
 class BatchSection(Section):
@@ -287,7 +286,7 @@ class OptimizerSection(Section):
 
 
 class ReferenceSection(Section):
-    """A frozen reference policy; a penalty keeps the trained policy close to it."""
+    """A frozen reference policy; a penalty keeps the trained policy close to the reference."""
 
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference policy, per token; 0 is off."""
@@ -414,8 +413,8 @@ class RolloutSection(Section):
 
     roles = ("learner", "worker")
     over_submission: Inherited[float] = Field(default=1.0, ge=1, le=16)
-    """Number of started groups per group for which a worker waits. With 2, a batch stops when half
-    of its groups are complete, and the other groups continue later. 1 is off."""
+    """Ratio of started groups to groups that a batch waits for. With 2, a batch stops when half of
+    its groups are complete; the other groups continue later. 1 is off."""
     stale_tokens: Inherited[Literal["keep", "mask", "drop"]] = "keep"
     """How a continued rollout's tokens from older versions are treated. keep: train on these
     tokens; mask: do not train on them; drop: start the rollout again."""
@@ -540,13 +539,13 @@ class NetworkSection(Section):
     """How versions are sent. auto: as deltas if they are shorter; delta: always as deltas; full:
     never as deltas."""
     region: str = Field(default="", max_length=MAX_NAME_LENGTH)
-    """A name of your choice for this node's location. If it is fast enough, each version enters a
-    region only once."""
+    """A name of your choice for this node's location. If the links are fast enough, each version
+    enters a region only once."""
     price_per_gb: float = Field(default=0.0, ge=0)
     """Price of 1e9 bytes sent out of this node's region, in any currency."""
     store_dir: str | None = Field(default=None, min_length=1)
-    """Directory for this node's versions, which no other node may use. After a restart the node
-    fetches only missing parts. Unset: versions are kept in memory."""
+    """Directory for versions, for this node alone. After a restart the node fetches only missing
+    parts. Unset: versions are kept in memory."""
     store_bytes: Bytes | None = Field(default=None, ge=1)
     """Largest number of bytes of all stored versions; unset: nine tenths of the space that is free
     at the start."""
@@ -701,7 +700,7 @@ class Config(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """The sampling of held-out answers: the settings of training and the changes in `eval`."""
+        """The sampling settings of evaluations: the training's settings, changed by `eval`."""
         own = {
             name: value
             for name in ("temperature", "top_p", "max_completion_tokens")
@@ -711,7 +710,7 @@ class Config(Section):
 
     @property
     def needs_support(self) -> bool:
-        """Whether the loss needs the support of each trained token.
+        """Whether the loss needs the ids from which each trained token was drawn.
 
         The reason is in config/losses.py.
         """
@@ -857,7 +856,7 @@ def _paths() -> Mapping[KeyPath, Leaf]:
 
 
 def find_leaf(path: KeyPath) -> Leaf | None:
-    """Return the key at `path`, for any kind of its section.
+    """Return the key at `path`; search all kinds of the key's section.
 
     If the path lies within a table of the user's own keys, return this table's key. If there is no
     such key, return None.

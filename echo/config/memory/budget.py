@@ -326,15 +326,15 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides whether all items fit.
 
-    If the model is on a GPU and main memory is too small, return main memory. It holds versions of
-    the weights, whose size is fixed. Otherwise return the model's memory.
+    If the model is on a GPU and main memory is too small, return main memory, which holds versions
+    of a fixed size. Otherwise return the model's memory.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)
 
 
 def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
-    """Return each memory of the machine with the items in it, the model's memory first."""
+    """Return the machine's memories, each with its items; the model's memory comes first."""
     items = tuple(items)
     if machine.gpu_bytes is None:
         return [_Memory(items, machine.host_bytes)]

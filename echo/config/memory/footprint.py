@@ -56,7 +56,8 @@ class Footprint:
     """Number of processes over which the learner is sharded. All sizes are for the first
     process."""
     has_versions_on_gpu: bool = True
-    """Whether a learner keeps versions on its GPU. It has an effect only if `may_keep_versions`."""
+    """Whether a learner keeps versions on its GPU. The value has an effect only if
+    `may_keep_versions`."""
     has_tensors_alone: bool = False
     """Whether to count only the tensors of a process on a CPU, without other memory."""
     tokens_in_a_pass: int | None = None
@@ -108,7 +109,7 @@ class Footprint:
         host's memory. The keys and values of one rollout are counted. With more memory, more
         rollouts run.
 
-        A GPU with enough memory keeps the last version, and the next version is compared with it
+        A GPU with enough memory keeps the last version, and compares it with the next version
         during a step (engine/weights.py). A step of several updates first copies weights and
         moments to the host, so that a failed step can be undone.
         """
