@@ -1,4 +1,4 @@
-"""Bounds of messages: sizes, lengths, and ranges of values.
+"""Defines the bounds of messages: sizes, lengths and ranges of values.
 
 Sender and receiver check the same bounds. The sender checks a message in `codec.encode`, and the
 receiver in the decoder, before the message is used. The ranges are wide enough for every honest
@@ -26,8 +26,8 @@ MAX_HEADER_BYTES = 8 << 20
 MAX_LEASE_BYTES = 7 << 20
 """Largest size of one lease in a header, including prompt and example."""
 MAX_PAYLOAD_BYTES = 64 << 20
-"""Largest size of all payload frames together. They hold an inherited file, a group, a manifest or
-chunks."""
+"""Largest size of all payload frames together. The payload is an inherited file, a group, a
+manifest or chunks."""
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 """Largest size of all frames together, and therefore of a single frame."""
 
@@ -76,7 +76,7 @@ Size: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 Place: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 """Index of a chunk or segment, or a number of chunks or segments."""
 Capacity: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LEASES)]
-"""Number of groups that a worker can hold, or number of groups that it samples concurrently."""
+"""Number of groups that a worker can hold, or that a worker can sample concurrently."""
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Period: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e9)]
 """Seconds between two periodic events."""
@@ -101,8 +101,8 @@ ONE_CONNECTION_RTT_S = 0.045
 """Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
 """Increase of the round-trip time for which one more connection is used. A link with 100 ms gets 6
-connections, which fill 1 Gbit/s. With fewer connections the link is not filled. With 8 connections
-it drops packets."""
+connections, which fill 1 Gbit/s. Fewer connections do not fill the link. With 8 connections the
+link drops packets."""
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:

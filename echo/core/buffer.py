@@ -76,8 +76,8 @@ class StalenessBuffer:
     def evict(self, *, step: int) -> list[Evicted]:
         """Remove and return every group that cannot be trained at this step.
 
-        With `trims_stale`, stale tokens at the start of continued rollouts are masked instead, and
-        their group stays.
+        With `trims_stale`, a group with stale tokens at the start of continued rollouts stays, and
+        these tokens are masked.
         """
         evicted = []
         for group in list(self._groups.values()):

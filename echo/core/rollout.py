@@ -24,7 +24,7 @@ Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 KEEP_VERSIONS = 2
 """Number of whole versions that a node keeps: the version in use and the previous version. Deltas
-need the previous version as their base, and children may still fetch it."""
+need the previous version as their base, and children may still fetch the previous version."""
 
 MAX_UNACKED_GROUPS = 64
 """Largest number of finished groups that a worker keeps until the learner acknowledges them, and
@@ -172,7 +172,7 @@ class Group:
     """The rollouts of one prompt, which are leased, delivered and admitted together."""
 
     group_id: int
-    """Serial number of the group in the run. If a prompt is drawn twice, it has two groups."""
+    """Serial number of the group in the run. If a prompt is drawn twice, there are two groups."""
     attempt: int
     """Number of the lease that produced the group, from 0."""
     worker_id: str

@@ -88,7 +88,7 @@ class Paced:
     """Work that is requested often but done at a limited rate."""
 
     def __init__(self, node_s: float) -> None:
-        """Make work without a requested run.
+        """Start without a requested run.
 
         Args:
             node_s: seconds per node. In a large fleet, the interval between two runs is at least

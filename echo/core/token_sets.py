@@ -37,7 +37,7 @@ MAX_LACKING_IDS = 1 << 10
 
 
 def size_lacking(num_ids: int) -> int:
-    """Return the value of `sizes` for a set that is recorded by its `num_ids` >= 1 missing ids."""
+    """Return the entry of `sizes` for a set that is recorded by `num_ids` >= 1 missing ids."""
     return TOO_LARGE - num_ids
 
 
@@ -149,10 +149,9 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return sets in which `ids` are missing for the first `num_tokens` of `of` tokens.
+    """Return the sets of `of` tokens; `ids` are missing in the first `num_tokens` sets.
 
-    The sets of the other tokens are not recorded. Repeated ids count once. If `ids` is empty, no
-    set is recorded.
+    The other sets are not recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
     """
     lacking, num_tokens = np.unique(ids).astype(np.int32), min(num_tokens, of)
     sizes = np.full(of, NOT_RECORDED, np.int32)

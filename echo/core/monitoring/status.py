@@ -52,7 +52,7 @@ class NodeStatus:
     rtt_s: float | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
     fetching: str | None = None
-    """The version that the node fetches, as text; None if it fetches none."""
+    """The version that the node fetches, as text; None without a transfer."""
     num_chunks_held: int = 0
     num_chunks: int = 0
     num_leases: int = 0
@@ -197,7 +197,7 @@ class RunStatus:
     """Share of time that the learner has waited in the last minute, or in the last steps if they
     took longer."""
     last_step: StepStatus | None = None
-    """The newest step; None before this process has made one."""
+    """The newest step; None before this process has made a step."""
     speed: SpeedStatus | None = None
     """The learner's speed in its last step; None before the first step."""
     num_buffered: int = 0
@@ -227,7 +227,7 @@ class RunStatus:
     def from_json(cls, data: bytes, *, source: str) -> RunStatus:
         """Return the status from the JSON of `to_json`.
 
-        Error messages name the JSON `source`.
+        Error messages use `source` as the name of the JSON.
 
         Raises:
             DataError: if the data is no status, or a status of another release.
