@@ -362,7 +362,7 @@ class _Search:
             yield from self._changed(counts, {removed: -1, added: 1})
 
     def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets in which two workers replace one, or one replaces two, of other kinds."""
+        """Yield the sets with three changed kinds: two workers replace one, or one replaces two."""
         for sign in (1, -1):
             for one in range(len(counts)):
                 others = [index for index in range(len(counts)) if index != one]

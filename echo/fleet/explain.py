@@ -106,7 +106,7 @@ class ObservedNode:
     is_dialable: bool = True
     """Whether other nodes can dial this node to fetch weights."""
     fetching: str = ""
-    """The version that the node fetches, as text; empty if it fetches none."""
+    """The version that the node fetches, as text; empty without a transfer."""
     num_chunks_held: int = 0
     num_chunks: int = 0
     parent: str = "-"
@@ -164,7 +164,7 @@ class ObservedFleet:
     """Number of groups that the learner writes to its disk."""
     num_standby: int = 0
     joining: tuple[str, ...] = ()
-    """Workers that have said hello and are not ready yet."""
+    """Workers that have sent Hello but not yet Ready."""
     nodes: tuple[ObservedNode, ...] = ()
     """Relays, and workers that are not on standby."""
     num_useless: int = 0
@@ -227,7 +227,7 @@ class Tally:
     """Sums up the time of all workers by stage, during the learner's waits and in total."""
 
     waited_s: float = 0.0
-    """Seconds of the learner's waits, without waits during which no worker was active."""
+    """Seconds of the learner's waits while any worker was active."""
     closed_s: float = 0.0
     """Seconds of waits during which the staleness bound admitted no groups."""
     waits: dict[tuple[WaitStage, str], float] = field(default_factory=dict)

@@ -194,7 +194,7 @@ def decode_rate(
 
 
 def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel: int) -> float:
-    """Return the seconds of the all-reduces of `num_rows` activations, two in each layer."""
+    """Return the total seconds of two all-reduces per layer, each of `num_rows` activations."""
     if tensor_parallel == 1:
         return 0.0
     volume = 2 * (tensor_parallel - 1) / tensor_parallel

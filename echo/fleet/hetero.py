@@ -238,14 +238,14 @@ class OverlappedStep:
     def rank(self) -> tuple[float, float]:
         """The sort key of a step. Better steps have lower keys.
 
-        The key is the time of the longer side, then the time of the shorter side.
+        The key is the longer of the times of training and generation, then the shorter.
         """
         return self.step_s, min(self.train_s, self.rollout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division(OverlappedStep):
-    """A step for which some GPUs train and all others generate."""
+    """A step for which some GPUs train and all other GPUs generate."""
 
     train_gpu: str
     num_train_gpus: int

@@ -24,7 +24,7 @@ Counts = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A region, and the network path from the learner to it."""
+    """A region, and the network path from the learner to the region."""
 
     name: str
     bytes_per_s: float
@@ -157,7 +157,7 @@ class RentedFleet:
     def link_bytes_per_s(self, offer: Offer) -> float:
         """Return the rate, in bytes per second, at which one node can receive a version.
 
-        A node that listens forwards the version, so the rate is also limited by its uplink.
+        A node that listens forwards the version, so the node's uplink also limits the rate.
         """
         links = [self.region_of(offer).bytes_per_s, offer.down_bytes_per_s]
         return min([*links, offer.up_bytes_per_s] if offer.can_listen else links)

@@ -204,8 +204,9 @@ def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensiti
 def pareto_front(fleet: RentedFleet, job: Job) -> tuple[Forecast, ...]:
     """Return the forecasts of the cheapest fleets for several step times, fastest first.
 
-    Each factor in PARETO_SLOWDOWNS gives the cheapest fleet for steps of factor * train_s. A fleet
-    is left out if another fleet is at least as cheap and has at most the same idle share.
+    For each factor in PARETO_SLOWDOWNS, the cheapest fleet for steps of factor * train_s is
+    computed. A fleet is left out if another fleet is at least as cheap and has at most the same
+    idle share.
     """
     found: dict[tuple[int, ...], Forecast] = {}
     for slowdown in PARETO_SLOWDOWNS:
