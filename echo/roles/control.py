@@ -3,8 +3,8 @@
 The control link transports the messages between a node and the learner. The rules are:
 
 * If the link is lost or the learner is silent for `dead_after_s`, the node dials the next address.
-  The addresses are the configured addresses and the learner's own address, if a plan has contained
-  it. So the workers of a dead relay can reach the learner directly.
+  The addresses are the configured addresses and, if a plan contained it, the learner's own address.
+  So the workers of a dead relay can reach the learner directly.
 * After `reconnect_for_s` without the learner, the node stops with an error that names remedies.
 * If every address has refused the node MAX_REFUSALS times in a row, the node stops, because waiting
   cannot help. A refusal is a rejected key, another protocol version, or a Welcome without the
@@ -71,7 +71,7 @@ class ControlLink:
 
     @property
     def node_id(self) -> str:
-        """The id of the node at the other end; "" until it has answered."""
+        """The id of the node at the other end; "" before the node has answered."""
         return "" if self._connection is None else self._connection.node_id
 
     def has(self, peer: str) -> bool:
@@ -139,7 +139,7 @@ class ControlLink:
         return stop or [Note("warning", text, reason), *self.dial_next(now)]
 
     def _refused(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address; stop the node if all addresses refuse it."""
+        """Count a refusal by the present address; stop the node if all addresses refused."""
         self._num_refusals[self.address] += 1
         addresses = self._parents.learner_addresses
         if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):

@@ -389,13 +389,13 @@ class JoiningRole(Protocol):
     """The interface of a joining node's role, as `Joining` uses it."""
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to the learner; empty without a link."""
+        """Return the action that sends a message to the learner; without a link there is none."""
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
         """Handle a Welcome; `version_bytes` is the size of a version of the weights as sent."""
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle the admission of this node, the first or a later one."""
+        """Handle an admission of this node. There may be several admissions."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
         """Handle a learner's message about work, such as a Grant."""
@@ -767,7 +767,7 @@ class AdmissionSettings:
     heartbeat_s: float
     dead_after_s: float
     epoch: float | None = None
-    """Time of day, seconds since 1970, at which `now` was 0; None if unknown."""
+    """Unix time, seconds, at which `now` was 0; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,7 @@ class Roster:
         return member.last_seen_at + self.dead_after_s if is_here else None
 
     def channel_of(self, node_id: str) -> Channel | None:
-        """Return the channel that seals messages to a node; None without one."""
+        """Return the channel that seals messages to a node; None without a channel."""
         member = self.nodes.get(node_id)
         return None if member is None else member.seals.proven
 
@@ -297,7 +297,7 @@ class Roster:
         return [m.node_id for m in nodes if not m.is_admitted and m.role == role]
 
     def active(self, role: str | None = None) -> list[Member]:
-        """Return all admitted nodes that are not on standby, or only the nodes with one role."""
+        """Return all admitted nodes that are not on standby, or only those with this role."""
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:

@@ -358,7 +358,7 @@ class DialingRole:
     # --- joining ---------------------------------------------------------------------------------
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to the learner; empty without a link."""
+        """Return the action that sends a message to the learner; without a link there is none."""
         if not self.control.node_id:
             return []
         frames = encode(

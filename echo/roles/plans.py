@@ -63,7 +63,7 @@ class Plans:
 
     @property
     def version_bytes(self) -> int:
-        """Number of sent bytes of the newest version; 0 before the first version."""
+        """Size of the newest version as sent, in bytes; 0 before the first version."""
         payload = self._broadcast.payload
         return 0 if payload is None else payload.num_bytes
 
@@ -121,7 +121,7 @@ class Plans:
         return self._probe(member, now)
 
     def repeat(self, member: Member) -> list[Action]:
-        """If a node reports another parent than its plan, send the plan again.
+        """If a node reports a parent that differs from its plan, send the plan again.
 
         The plan may have been lost.
         """

@@ -31,7 +31,7 @@ class Relay(DialingRole):
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
-        """Forward a routed message towards its target; drop it without a route."""
+        """Forward a routed message towards its target. If there is no route, drop the message."""
         onward = forwarded(envelope, frames[1:])
         if envelope.target == LEARNER_ID:
             self._routes[envelope.source] = peer

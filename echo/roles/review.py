@@ -47,9 +47,9 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful group that do not count towards the limit.
+        """Number of recent groups that do not count towards the limit on useless groups.
 
-        The limit is the number of successive useless groups after which the run ends.
+        When the limit is reached, the run ends.
         """
         return self._usefulness.num_discounted
 

@@ -175,7 +175,7 @@ class Viewers:
     # --- statuses and outcomes -------------------------------------------------------------------
 
     def status_made(self, data: bytes, *, now: float) -> list[Action]:
-        """Send a status to the viewers that wait for one."""
+        """Send a status to the viewers that wait for a status."""
         self._made_at = now
         actions: list[Action] = []
         for peer, viewer in self._viewers.items():

@@ -32,8 +32,7 @@ class EngineFacts:
     has their environment. "agents": outside agents, which get an offer of every lease at once and
     request a number of leases."""
     max_prompt_tokens: int = 1 << 30
-    """Number of tokens of the longest prompt that can be followed by a completion of the largest
-    length."""
+    """Largest number of prompt tokens that leaves space for a completion of maximum length."""
     prompt_bound: str = "the model's window"
     """The cause of `max_prompt_tokens`, for messages."""
     max_completion_tokens: int = 1 << 30

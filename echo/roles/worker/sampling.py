@@ -60,8 +60,8 @@ class EngineCall:
     """
 
     groups: list[PartialGroup]
-    """The sampled groups, each with at least one unfinished member. All groups are greedy, or none
-    is."""
+    """The sampled groups, each with at least one unfinished member. Greedy groups are never mixed
+    with other groups."""
     num_awaited: int
     """If other groups wait, the call is recalled when this number of its groups are whole."""
     ends_at: float
@@ -202,7 +202,7 @@ class NoResult:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision: return `groups`, which are not in the engine, for other workers."""
+    """Decision: give `groups` to other workers; these groups are not in the engine."""
 
     groups: Sequence[PartialGroup]
 
@@ -494,8 +494,7 @@ class EngineCalls:
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
         """Recall the calls with `groups`, so that another worker can continue these groups.
 
-        Only rollouts of the engine alone can be continued. Other workers lack the environment or
-        the agents of an episode.
+        Episodes are not recalled, because other workers lack their environments and agents.
         """
         if self.engine.sampler != "engine":
             return []
@@ -508,13 +507,13 @@ class EngineCalls:
         )
 
     def leave(self) -> list[Decision]:
-        """Recall all calls, or withdraw the offers to agents. Episodes run to their end."""
+        """Stop sampling: recall the calls or withdraw the offers to agents; let episodes end."""
         if self.engine.sampler == "agents":
             return [Withdraw()]
         return self._recall(self._calls) if self.engine.sampler == "engine" else []
 
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
-        """Return whether to recall a call and continue its unfinished groups later."""
+        """Return whether to recall a call now; its unfinished groups continue later."""
         if call.num_whole == len(call.groups):
             return False  # the call returns soon by itself
         if not any(group.is_sampled for group in call.groups):
