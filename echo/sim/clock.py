@@ -3,7 +3,7 @@
 Tasks, timers and timeouts run unchanged on a `VirtualLoop`. When no callback is ready, time jumps
 to the next timer. Calls for the same instant are made in the order of scheduling. So the same
 program always gives the same history. The loop has no sockets and no threads. `InlineThreads` makes
-the calls that a node makes in threads, each after its simulated time.
+a node's thread calls in the loop, after their simulated times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StandstillError(RuntimeError):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop that advances time to the next timer when it is idle.
+    """An event loop that advances time to the next timer when the loop is idle.
 
     Timers of the same instant fire in the order of scheduling, which asyncio's loops do not
     guarantee. So messages that arrive together keep their order.
@@ -47,7 +47,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Schedule a callback for an instant, after earlier callbacks of this instant."""
+        """Schedule a callback for an instant, after the callbacks that have the same instant."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))

@@ -61,8 +61,7 @@ RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
 GIVE_UP_S = 3600.0
 GIVE_UP_STEPS = 30
-"""A run ends after this number of step times without a trained step, or after GIVE_UP_S seconds if
-that is longer."""
+"""A run ends if no step was trained for GIVE_UP_STEPS step times and for GIVE_UP_S seconds."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
 """A bound on staleness that is too large to delay a lease."""
@@ -90,7 +89,8 @@ class SimLearner(LearnerNode):
     ) -> None:
         """Start a run of the scenario on a transport.
 
-        `end` is called when the run ends. Its argument is the reason, or "" after the last step.
+        `end` is called when the run ends. The argument of `end` is the reason, or "" after the last
+        step.
         """
         self.link, self._num_broadcasts = transport, 0
         self._scenario, self._groups, self._history, self._end_run = scenario, groups, history, end
@@ -127,7 +127,7 @@ class SimLearner(LearnerNode):
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Record a step, explanations of waits, and with activation the step's costs."""
+        """Record a step and explanations of waits; with activation, also record the costs."""
         figures: Mapping[str, Any] = row
         history, trainer = self._history, self.trainer
         if "explain" in row:

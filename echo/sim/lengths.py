@@ -94,7 +94,7 @@ _decoder = msgspec.msgpack.Decoder(_Named)
 
 
 class Groups:
-    """The length of every group, and its number of tokens by version."""
+    """Stores the length of every group, and the group's number of tokens by version."""
 
     def __init__(self, lengths: LogNormalLengths, *, upload_bytes_per_token: float) -> None:
         self._lengths = lengths

@@ -80,7 +80,7 @@ class Port:
 
     name: str
     region: str = ""
-    """The machine's region. If empty, the machine has a region of its own with its name."""
+    """The machine's region. If empty, the machine is alone in a region with the machine's name."""
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
     address: str | None = None
@@ -124,7 +124,7 @@ class LinkEnd:
     number: int
     """Serial number of the attempt to dial, in the whole network."""
     peer: str = ""
-    """The name of the other side for this end's client."""
+    """The name that this end's client uses for the other side."""
     unread_bytes: int = 0
     """Number of bytes that were sent to this end and are not yet read by its client. The clients
     update the number."""
@@ -203,7 +203,7 @@ class Network:
     def add_region(self, name: str, route: Route) -> None:
         """Set the route between a region and the learner.
 
-        The route between two regions consists of the routes of both regions.
+        The route between two regions consists of their two routes to the learner.
         """
         self._regions[name] = route
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}

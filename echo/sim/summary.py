@@ -178,8 +178,8 @@ def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
 
 
 RUN_IN = 0.2
-"""Share of the steps that count as the start of a run. Figures on speed and staleness leave out
-these steps."""
+"""Share of the steps that count as the run-in, the start of a run. Figures on speed and staleness
+leave out the run-in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,13 +193,13 @@ class Summary:
     """Whether the run made all its optimizer steps."""
     duration_s: float
     step_s: float
-    """Mean seconds between steps after the start (see RUN_IN); 0 without a step."""
+    """Mean seconds between steps after the run-in (see RUN_IN); 0 if no step was made."""
     idle_share: float
-    """Share of time after the start (see RUN_IN) in which the learner waits, 0..1."""
+    """Share of time after the run-in (see RUN_IN) in which the learner waits, 0..1."""
     idle_share_in_all: float
     """Share of the whole time in which the learner waits, 0..1."""
     staleness: Mapping[int, float]
-    """Share of the tokens trained after the start (see RUN_IN), by staleness."""
+    """Share of the tokens trained after the run-in (see RUN_IN), by staleness."""
     tokens_trained: float
     tokens_made: float
     thrown_away: float

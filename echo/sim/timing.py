@@ -182,7 +182,7 @@ class TimedTrainer:
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Count a step; store the staleness and the lengths of its groups."""
+        """Count a step; store the staleness and the lengths of the step's groups."""
         self.staleness = {}
         for group in groups:
             for version, tokens in self._groups.shares(group):

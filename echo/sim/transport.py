@@ -140,7 +140,7 @@ class SimTransport(Transport):
             await self._waiter
 
     async def close(self) -> None:
-        """Close all connections; messages that were sent before still arrive for `linger_s`."""
+        """Close all connections; messages that were already sent still arrive for `linger_s`."""
         self._end(linger_s=self.options.linger_s)
 
     def kill(self, *, is_silent: bool = False) -> None:
