@@ -198,7 +198,7 @@ _CLOSE_TIMEOUT_S = 2.0
 """Largest number of seconds by which a blocked terminal may delay the run's end."""
 
 OUTPUT_ERRORS = (OSError, ValueError, ConsoleError, LiveError, SystemExit)
-"""Exceptions for a terminal that is gone (EIO), not ready, closed or has another encoding.
+"""Exceptions of terminals that are lost (EIO), blocked or closed, or have another encoding.
 
 rich reports a pipe without a reader as SystemExit.
 """

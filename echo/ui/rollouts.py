@@ -19,7 +19,7 @@ VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 is used."""
 
 MAX_QUOTED = 40
-"""Number of quoted characters of the earlier text that a chain continues."""
+"""Number of characters to quote from the text that a chain continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,7 +213,7 @@ class RunSummary:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean staleness of the trained tokens; 0 if there are none."""
+        """Mean staleness of the trained tokens; 0 without trained tokens."""
         total = sum(self.staleness_tokens.values())
         return sum(s * n for s, n in self.staleness_tokens.items()) / total if total else 0.0
 

@@ -44,7 +44,7 @@ ALL = (0, 10**9)
 
 TRAINING, WAITING, PUBLISHING, EVALUATING, EVENTS = range(5)
 _ROWS = ("trains", "waits for groups", "makes versions", "evaluates", "events")
-"""Names of the learner's rows, in the order of the constants above."""
+"""Names of the learner's rows in the trace, in order."""
 
 
 def parse_window(text: str) -> Window:

@@ -53,7 +53,7 @@ class ColouredText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBox:
-    """The texts and facts that the page shows of a rollout."""
+    """The texts and facts about a rollout for the page."""
 
     rollout: ShownRollout
     facts: str
