@@ -526,6 +526,20 @@ def know_one_address(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Parents, "learner_addresses", property(lambda self: addresses(self)[:1]))
 
 
+@plant(35, "b")
+def know_the_plan_alone(patch: pytest.MonkeyPatch) -> None:
+    """Do not turn to the node at the other end of the control connection."""
+    hops = vars(Parents)["_hops"].fget
+
+    def without_control(self: Parents) -> Any:
+        control, self.control = self.control, None
+        found = hops(self)
+        self.control = control
+        return found
+
+    patch.setattr(Parents, "_hops", property(without_control))
+
+
 @plant(36)
 def keep_no_partials(patch: pytest.MonkeyPatch) -> None:
     """Forget what leaving workers have begun."""

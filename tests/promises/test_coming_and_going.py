@@ -85,6 +85,32 @@ def test_35_workers_of_a_dead_relay_find_the_learner_and_return(
     world.audit()
 
 
+def test_35b_a_worker_that_reaches_only_its_relay_fetches_there_when_the_plan_drops_it(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(image_bytes=16 * 4096, sample_s=2.0, train_s=2.0)
+    for child in ("r1", "w2"):
+        world.link("learner", child, bytes_per_s=200_000)
+    world.link("r1", "w1", bytes_per_s=20_000)
+    world.learner()
+    world.relay()
+    for other in ("learner", "w2"):  # a firewall, of which the learner knows nothing
+        world.cut("w1", other)
+    world.run_until(lambda: world.installed("r1") is not None)
+    world.worker("w1", via=["r1"])
+    world.run_until(lambda: world.uplink("r1") is not None)  # how slow it is has been measured
+    world.worker("w2")
+    world.run_until(lambda: world.planned_parents("w1") == ["learner"])
+    world.kill("w1")  # otherwise it would keep the link that it has
+    world.restart("w1", via=["r1"])
+    world.run_until(lambda: world.is_admitted("w1"))
+    assert world.planned_parents("w1") == ["learner"]
+    world.run_until(lambda: world.installed("w1") is not None, within_s=30.0)
+    assert world.parent("w1") == "r1"
+    assert world.is_bit_exact("w1")
+    world.audit()
+
+
 def test_36_unfinished_rollouts_of_a_leaving_worker_are_continued_token_by_token(
     make_world: MakeWorld,
 ) -> None:

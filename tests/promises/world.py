@@ -1501,6 +1501,16 @@ class World:
         parent: str = self.node(name).role.stats().parent
         return parent
 
+    def uplink(self, name: str) -> float | None:
+        """Return the bytes per second that a node's uplink was seen to carry, once known."""
+        rate: float | None = self.node(name).role.stats().uplink_bytes_per_s
+        return rate
+
+    def planned_parents(self, name: str) -> list[str]:
+        """Return from whom a node takes weights by the learner's plan, the preferred one first."""
+        plan = self.node(LEARNER).role.roster.nodes[name].node.plan
+        return [] if plan is None else [parent for parent, _ in plan.parents]
+
     def num_hops(self, name: str) -> int:
         """Return over how many links weights reach a node from the learner."""
         return 0 if name == LEARNER else 1 + self.num_hops(self.parent(name))
