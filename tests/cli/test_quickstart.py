@@ -50,6 +50,7 @@ from echo.engine import model
 from echo.net.listener import bound_socket, listen_on
 from echo.records.ledger import lock_run
 from echo.runtime.identity import Join
+from echo.runtime.learner.batches.waiting import FIRST_WORKER_S
 
 PATIENT = """
 import signal, sys, time
@@ -410,7 +411,8 @@ def test_the_others_start_while_the_small_model_is_made_and_end_if_it_cannot_be(
     if exists:
         small.path.mkdir()
     own = override_of("model.name", str(small.path))
-    overrides = [own, f"run.dir={tmp_path}", "run.name=a"]
+    patience = ["network.reconnect_for_s=7"] if exists else []
+    overrides = [own, f"run.dir={tmp_path}", "run.name=a", *patience]
     config_path = find_config("quickstart.toml")
     config = load_config(config_path, overrides, "learner")
     config.run_dir.mkdir()
@@ -426,5 +428,9 @@ def test_the_others_start_while_the_small_model_is_made_and_end_if_it_cannot_be(
         )
     assert small.seen == started == ["relay", "w1", "w2"]
     assert [own in each for each in settings.values()] == [exists] * 3
+    # They wait for a learner that takes long to start, unless the user says how long.
+    theirs = [load_config(config_path, settings[name], "worker") for name in ("w1", "w2")]
+    patience_s = {each.network.reconnect_for_s for each in theirs}
+    assert patience_s == {7.0 if exists else FIRST_WORKER_S}
     assert [each.process.poll() for each in processes] == [7, 7, 7]
     assert not config.run_dir.exists()

@@ -46,6 +46,7 @@ from echo.core.units import one_line
 from echo.net.transport import is_loopback
 from echo.records.ledger import lock_run
 from echo.runtime.identity import ECHO_JOIN, join_address, load_or_create_keys, write_join
+from echo.runtime.learner.batches.waiting import FIRST_WORKER_S
 from echo.tasks.builtin import AdditionTask, CountdownTask
 from echo.tasks.task import GeneratedTask
 
@@ -376,7 +377,10 @@ def run_nodes(
     is_missing = small is not None and not small.path.exists()
     # Workers cannot load a model that does not exist yet, so they fetch it from the learner.
     not_theirs = [override_of("model.name", str(small.path))] if small and is_missing else []
-    shared = [setting for setting in overrides if setting not in not_theirs]
+    # They look for the learner as long as its process may take to start: making its model and its
+    # imports take minutes on a busy machine. This command ends them when that process has ended.
+    patience = f"network.reconnect_for_s={FIRST_WORKER_S:.0f}"
+    shared = [patience, *(setting for setting in overrides if setting not in not_theirs)]
     with interrupts.handled(lambda number: pass_on(number, learner)):
         try:
             for name, role in names.items():
