@@ -65,7 +65,7 @@ from echo.core.units import format_bytes
 from echo.records.files import is_locked, lock_directory, sync_path, write_file
 from echo.wire.codec import Frame, decode_group
 
-FORMAT = 4
+FORMAT = 5
 """Number of the ledger's format, raised with every new kind of record."""
 FILE = "ledger.sqlite"
 HEAD = "ledger.head"
@@ -224,6 +224,16 @@ class RolledBack(Record, tag="rollback"):
     cause: str
 
 
+class Diverged(Record, tag="diverged"):
+    """The policy or the weights have diverged, which ends the run; its workers are told to leave.
+
+    A checkpoint may follow. A run that goes on has the record of a new lineage after this one.
+    """
+
+    step: int
+    cause: str
+
+
 class ActivationChanged(Record, tag="activation"):
     """The set of active workers changed."""
 
@@ -263,7 +273,7 @@ class Operated(Record, tag="operated"):
 AnyRecord = (
     Began | Granted | Cancelled | Refused | Accepted | Trained | Discarded | Published | Sealed
     | Checkpointed | Finished | BoundChanged | RolledBack | ActivationChanged | Cost
-    | Operated | Removed
+    | Operated | Removed | Diverged
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from echo.cli.commands.node import configuration_of, main, run_rank, show_status
 from echo.cli.output import make_log
 from echo.cli.parsers import node_parser
 from echo.config.load import load_config, save_resolved
-from echo.core.errors import ConfigError
+from echo.core.errors import ConfigError, DivergedError
 from echo.core.monitoring.metrics import WorkerView
 from echo.net.curve import CurveKeys, KeyPair
 from echo.net.transport import with_key, without_key
@@ -469,6 +469,34 @@ def test_a_worker_shows_its_status_until_it_ends(monkeypatch: pytest.MonkeyPatch
         asyncio.run(show_status(worker, StatusLine(terminal), logging.getLogger("test.status")))
     assert terminal.text().count("v3  0 tokens/s  7 groups delivered  sampling") == 2
     assert terminal.text().endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize(
+    ("options", "restarts", "code"),
+    [
+        (["--resume-or-begin"], "0", 1),
+        (["--resume-or-begin"], "2", 1),
+        (["--resume"], "2", 1),
+        (["--resume"], "0", 7),
+        ([], "2", 7),
+    ],
+)
+def test_a_launcher_does_not_continue_a_run_that_has_diverged(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    restarts: str,
+    code: int,
+) -> None:
+    ended = DivergedError("the run has diverged", good_step=3)
+    monkeypatch.setattr(node_module, "configuration_of", lambda _: load_config(config))
+    monkeypatch.setattr(node_module, "has_begun", lambda _: True)
+    monkeypatch.setattr(node_module, "find_divergence", lambda _: ended)
+    monkeypatch.setattr(node_module, "run_role", lambda *_, **__: 7)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    assert run("--role", "learner", "--config", config, *options) == code
+    assert ("error: the run has diverged" in capsys.readouterr().err) == (code == 1)
 
 
 def test_a_learner_that_starts_again_keeps_its_options_and_resumes(

@@ -752,9 +752,9 @@ def test_space_for_groups_is_bounded_and_comes_back(
 
 def test_a_directory_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     begin(tmp_path).close()
-    edit(tmp_path, "PRAGMA user_version = 5")
+    edit(tmp_path, "PRAGMA user_version = 6")
     for read in (open_ledger, records):
-        with pytest.raises(StorageError, match="has ledger format 5, this release has format 4"):
+        with pytest.raises(StorageError, match="has ledger format 6, this release has format 5"):
             read(tmp_path)
 
 

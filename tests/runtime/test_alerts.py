@@ -22,6 +22,7 @@ from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group
 from echo.runtime.learner import alerts as module
 from echo.runtime.learner.alerts import MAX_QUEUED, Alerts, post_json
+from echo.runtime.learner.saving.resume import find_divergence
 from echo.runtime.threads import ThreadPools
 from echo.tasks.processes.main import CallAnswer
 from echo.train.step import StepError
@@ -135,6 +136,18 @@ def test_a_divergence_ends_the_run_where_that_is_asked_for(make_world: MakeWorld
         r"the run has diverged at step 9: the median of ess .*min_ess = 0.5; it is saved", why
     )
     assert world.records("checkpoint")[-1]["step"] == 9
+    # A launcher that starts the learner again gets the same error, until a user resumes the run.
+    ended = find_divergence(world.run_dir)
+    assert ended is not None
+    assert str(ended).startswith(why)
+    assert "--resume does" in str(ended)
+    latest = world.run_dir / "checkpoints" / "latest"
+    newest = latest.read_text()
+    latest.write_text("step_000008")
+    assert find_divergence(world.run_dir) is None
+    latest.write_text(newest)
+    world.learner(run={"max_steps": 100})
+    assert find_divergence(world.run_dir) is None
 
 
 def test_a_rollback_resumes_before_the_trouble_in_a_new_lineage_and_is_audited(

@@ -76,7 +76,7 @@ from echo.runtime.identity import (
     join_address,
 )
 from echo.runtime.learner.samples import FILE_ONLY
-from echo.runtime.learner.saving.resume import check_unused, finished_step
+from echo.runtime.learner.saving.resume import check_unused, find_divergence, finished_step
 from echo.runtime.node import INTERRUPTED, Node
 from echo.tasks.dataset import RowsTask
 from echo.tasks.rows.files import is_local
@@ -741,6 +741,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.role == "worker":
             # Not for a learner: its rows have few lengths, but more shapes are in use at once.
             allocator.bound_onednn(os.environ)
+        check_ended(arguments, config)
         code = run_role(
             config,
             arguments.role,
@@ -853,6 +854,22 @@ def find_config_of(
     example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
     alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
     raise ConfigError(f"--config FILE is missing; {example} is one to start from.{alone}")
+
+
+def check_ended(arguments: argparse.Namespace, config: Config) -> None:
+    """Check that a launcher does not continue, unasked by a user, a run that has ended.
+
+    Raises:
+        DivergedError: if a divergence has ended the run. Only the process of rank 0 raises it.
+        EchoError: if the run's ledger cannot be read.
+    """
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_unasked = arguments.resume_or_begin or (arguments.resume and is_restart)
+    if not (is_unasked and _is_first_rank() and has_begun(config.run_dir)):
+        return
+    ended = find_divergence(config.run_dir)
+    if ended is not None:
+        raise ended
 
 
 def _goes_on(arguments: argparse.Namespace, config: Config) -> bool:

@@ -27,6 +27,7 @@ from echo.records.ledger import (
     Began,
     BoundChanged,
     Checkpointed,
+    Diverged,
     Finished,
     Operated,
     Removed,
@@ -297,6 +298,8 @@ def _decision(record: AnyRecord) -> Decision | None:
             what = f"{record.by}: {record.outcome}"
         case RolledBack():
             what = f"rolled back to the checkpoint of step {record.to_step}: {record.cause}"
+        case Diverged():
+            what = f"ended: {record.cause}"
         case _:
             return None
     return Decision(at=record.at, step=record.step, what=what)

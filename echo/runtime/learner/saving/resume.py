@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from echo.core.bounds import NodeId, Rate
-from echo.core.errors import ConfigError, StorageError
+from echo.core.errors import ConfigError, DivergedError, StorageError
 from echo.core.records import Discarded
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 from echo.leases.book import LeaseBook
@@ -32,6 +32,8 @@ from echo.records.files import write_file
 from echo.records.ledger import (
     GROUPS,
     Began,
+    Checkpointed,
+    Diverged,
     Finished,
     LedgerQueue,
     LedgerState,
@@ -292,6 +294,35 @@ def finished_step(run_dir: Path) -> int | None:
         if last and isinstance(last[0], Finished) and newest == checkpoint_name(last[0].step):
             return last[0].step
     return None
+
+
+def find_divergence(run_dir: Path) -> DivergedError | None:
+    """Return the error of a run that a divergence has ended; None if the run did not end so.
+
+    The run also counts as not ended if the user has made `latest` name an earlier checkpoint.
+
+    Raises:
+        EchoError: if the run's ledger cannot be read.
+    """
+    ended: Diverged | None = None
+    newest = ""
+    for record in read_records(run_dir):
+        match record:
+            case Began():
+                ended = None
+                newest = checkpoint_name(record.fork_step) if record.fork_step else ""
+            case Diverged():
+                ended = record
+            case Checkpointed():
+                newest = checkpoint_name(record.step)
+    if ended is None:
+        return None
+    with suppress(OSError, ValueError):  # a resume reports these errors
+        if newest_name(run_dir / "checkpoints") != newest:
+            return None
+    text = "the run ended so, and its workers have left"
+    remedy = "--resume-or-begin and restarts by torchrun do not continue it, --resume does"
+    return DivergedError(f"{ended.cause}; {text}: {remedy}", good_step=ended.step)
 
 
 # --- Uplinks: what nodes could send, so that a resumed run plans its first version by it ---

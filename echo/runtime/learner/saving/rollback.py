@@ -1,9 +1,13 @@
-"""Rollback: resume a diverged run from an earlier checkpoint.
+"""Rollback: resume a diverged run from an earlier checkpoint, or record that the run has ended.
 
 A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
 a RolledBackError. The process then starts again with --resume (`cli/commands/node.py`). As after
 any resume, a new lineage (branch of the run's history) begins, and the later steps and checkpoints
 are void.
+
+A divergence that ends the run is written to the ledger, too. A launcher that starts the learner
+again then gets the same error at once (`find_divergence` in `resume.py`). Otherwise that learner
+would wait for hours for workers that have left.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import logging
 
 from echo.config.schema import AlertsSection
 from echo.core.errors import DivergedError, EchoError, RolledBackError
-from echo.records.ledger import LedgerQueue, RolledBack
+from echo.records.ledger import Diverged, LedgerQueue, RolledBack
 from echo.runtime.learner.saving.checkpoint import Checkpoints
 from echo.runtime.learner.versions.weights_check import WeightsCheck
 from echo.train.step import StepError
@@ -42,11 +46,19 @@ class Rollback:
     def find(self, error: EchoError, *, step: int) -> RolledBack | None:
         """Return the record of a rollback at `step` if `error` requires a rollback, else None.
 
-        If the run has diverged but cannot be rolled back, the reason is logged. The method reads
-        the disk, so call it in a thread.
+        If the run has diverged and ends, this is recorded. If it cannot be rolled back, the reason
+        is logged. The method reads the disk, so call it in a thread.
         """
-        if self._section.on_divergence != "rollback" or not self.is_divergence(error):
+        if not self.is_divergence(error):
             return None
+        record = self._choose(error, step) if self._section.on_divergence == "rollback" else None
+        # After a failed step the workers wait for a learner that is started again.
+        if record is None and not isinstance(error, StepError):
+            self._ledger.append(Diverged(step=step, cause=str(error)))
+        return record
+
+    def _choose(self, error: EchoError, step: int) -> RolledBack | None:
+        """Return the record of a rollback; if none is possible, log why and return None."""
         number = 1 + sum(isinstance(each, RolledBack) for each in self._ledger.records())
         if number > self._section.max_rollbacks:
             self._log.error(
