@@ -58,8 +58,11 @@ CLOSED_SHARE = 0.25
 IDLE_SHARE_IN_WAITS = 0.2
 """If workers have no groups for more than this share of their time, more workers would not help."""
 FEW_ROLLOUTS = 16
-"""If an engine samples at most this many concurrent rollouts, more rollouts would take almost the
+"""If an engine samples at most this many concurrent rollouts, more rollouts usually take almost the
 same time."""
+SATURATED_GAIN = 1.25
+"""An engine is saturated, for example by its cores, if many concurrent rollouts make less than this
+times the tokens per second of few."""
 USELESS_SHARE = 0.5
 """If more than this share of groups gave no training signal, useless groups are the cause."""
 IDLE_SHARE = 0.6
@@ -132,10 +135,17 @@ class ObservedNode:
     """Number of groups that the worker's engine can sample concurrently; 0 if unknown."""
     num_fit: int = 0
     """Number of concurrent groups that would fit into the worker's memory; 0 if unknown."""
+    gain: float | None = None
+    """Tokens per second of the engine with many rollouts over those with few; None if unknown."""
     speed: float | None = None
     """Tokens per second of one rollout in the worker's slowest running group; None if unknown."""
     reward_s: float | None = None
     """Mean seconds of recent calls of the task's code; None without recent calls."""
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether more rollouts at once would make hardly more tokens per second."""
+        return self.gain is not None and self.gain < SATURATED_GAIN
 
     @property
     def is_fetching(self) -> bool:
@@ -616,7 +626,9 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
     used = tally.used_places_s / tally.places_s if tally.places_s else 1.0
     chain = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'samples', 'sample')}"
     is_idle = tally.idle_share > IDLE_SHARE_IN_WAITS
-    if is_idle or (used < 1 - EMPTY_SHARE and tally.closed_s > CLOSED_SHARE * tally.waited_s):
+    is_closed = tally.closed_s > CLOSED_SHARE * tally.waited_s
+    is_saturated = bool(samplers) and all(worker.is_saturated for worker in samplers)
+    if is_idle or (used < 1 - EMPTY_SHARE and is_closed and not is_saturated):
         remedy = "raise sync.max_staleness or batch.groups_per_step"
         return Explanation(
             "few_in_flight", "staleness bound", "sync.max_staleness",
@@ -624,8 +636,10 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
             f"{fleet.max_staleness} admits no more groups",
             remedy if is_idle else f"{remedy}, or add workers",
         )  # fmt: skip
-    if places and used >= 1 - EMPTY_SHARE and max(places) * fleet.group_size <= FEW_ROLLOUTS:
-        few = _few_places(fleet, [worker for worker in samplers if worker.num_places], chain)
+    limited = [worker for worker in samplers if worker.num_places and not worker.is_saturated]
+    is_few = bool(places) and max(places) * fleet.group_size <= FEW_ROLLOUTS
+    if limited and is_few and used >= 1 - EMPTY_SHARE:
+        few = _few_places(fleet, limited, chain)
         if few is not None:
             return few
     return Explanation(

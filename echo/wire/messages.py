@@ -456,6 +456,9 @@ class NodeStats(Message, frozen=True, tag=False):
     """
     num_fit: Capacity = 0
     """Number of groups that fit into a worker's memory at the same time; 0 if unknown."""
+    gain: Rate | None = None
+    """Tokens per second of a worker's engine with many rollouts over those with few; None before a
+    measurement."""
     groups: Counts = msgspec.field(default_factory=dict)
     """Number of the worker's groups by state: sampling, rewards, weights (waiting for a newer
     version), queued, delivered.

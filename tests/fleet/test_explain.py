@@ -152,6 +152,22 @@ def test_more_workers_are_named_only_where_all_of_them_sample() -> None:
     assert explained(fleet(worker(), idle, is_closed=True)).setting == "sync.max_staleness"
 
 
+@pytest.mark.parametrize(
+    ("gain", "cause"), [(None, "few_in_flight"), (2.0, "few_in_flight"), (1.1, "few_workers")]
+)
+def test_engines_whose_cores_are_the_limit_do_not_have_too_few_rollouts(
+    gain: float | None, cause: str
+) -> None:
+    # The memory has many places, and the bound admits no more groups.
+    many = worker(num_places=64, gain=gain)
+    assert explained(fleet(many, is_closed=True)).cause == cause
+    # A setting gives the engine few places.
+    few = worker(num_places=1, num_fit=64, gain=gain, groups={"sampling": 1})
+    assert explained(fleet(few, group_size=4)).cause == cause
+    beside = worker("w2", num_places=1, num_fit=64, groups={"sampling": 1})
+    assert explained(fleet(few, beside, group_size=4)).cause == "few_in_flight"
+
+
 def test_groups_that_teach_nothing_are_named_before_the_workers() -> None:
     tally = Tally(num_accepted=2)
     tally.useless["zero_variance"] = 5

@@ -47,6 +47,7 @@ from echo.leases.worker.held import (
 )
 from echo.roles.worker.engine_facts import EngineFacts
 from echo.roles.worker.installing import EngineVersions, Install, LearnerProgress
+from echo.roles.worker.throughput import EngineThroughput
 from echo.wire.actions import Action
 from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 
@@ -237,10 +238,19 @@ class EngineCalls:
         self._held = held
         self._counters = counters
         self._counts = counts
+        self.throughput = EngineThroughput()
         self._calls: list[EngineCall] = []
         self._max_together = MAX_LEASES
         """Largest number of groups in one call. After an error the number is smaller, to find the
         group that causes the error."""
+
+    def measure(self, num_returned: int, *, now: float) -> None:
+        """Measure the engine's throughput; `num_returned` tokens are those of ended calls."""
+        if self.engine.sampler == "engine":
+            groups = [group for call in self._calls for group in call.groups]
+            num_rollouts = sum(not m.is_finished for group in groups for m in group.members)
+            num_tokens = num_returned + sum(call.seen_tokens for call in self._calls)
+            self.throughput.look(num_rollouts, num_tokens, now=now)
 
     def validate(self) -> None:
         """For tests: check that leases and calls are consistent.

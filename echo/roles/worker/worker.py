@@ -248,6 +248,7 @@ class Worker(DialingRole):
             num_places=min(engine.num_places, MAX_LEASES),
             num_fit=min(engine.num_fit, MAX_LEASES),
             engine=engine.name,
+            gain=self._calls.throughput.gain,
             refused_version=refused_version,
             refusal=refusal,
         )
@@ -261,6 +262,8 @@ class Worker(DialingRole):
         """
         for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
+        if self._calls is not None:
+            self._calls.measure(self.tokens_sampled, now=now)
         return super().heartbeat(now=now)
 
     def _beat(self, now: float) -> list[Action]:

@@ -1,0 +1,40 @@
+"""The throughput of an engine at a high and at a low load."""
+
+from __future__ import annotations
+
+import pytest
+
+from echo.roles.worker.throughput import EngineThroughput
+
+
+def measured(*, step_s: float, rollout_s: float, lengths: list[int]) -> EngineThroughput:
+    """Return what is measured of rollouts of these lengths in tokens, looking at every step.
+
+    A step of the engine takes `step_s`, and `rollout_s` for each of its rollouts.
+    """
+    throughput, num_tokens, now = EngineThroughput(), 0, 0.0
+    for step in range(max(lengths)):
+        num_running = sum(length > step for length in lengths)
+        throughput.look(num_running, num_tokens, now=now)
+        num_tokens += num_running
+        now += step_s + rollout_s * num_running
+    return throughput
+
+
+LENGTHS = [100, 100, 200, 200, 300, 300, 400, 400]
+
+
+def test_an_engine_whose_cores_are_the_limit_gains_nothing() -> None:
+    gain = measured(step_s=0.0, rollout_s=0.1, lengths=LENGTHS).gain
+    assert gain == pytest.approx(1.0, abs=0.02)
+
+
+def test_an_engine_that_waits_for_memory_gains() -> None:
+    gain = measured(step_s=0.1, rollout_s=0.0, lengths=LENGTHS).gain
+    assert gain is not None
+    assert gain > 2.0
+
+
+def test_without_both_loads_the_gain_is_unknown() -> None:
+    assert measured(step_s=0.1, rollout_s=0.0, lengths=[400] * 8).gain is None
+    assert measured(step_s=1e-3, rollout_s=0.0, lengths=LENGTHS).gain is None, "too short a time"
