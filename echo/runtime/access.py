@@ -109,6 +109,11 @@ def find_run(text: str) -> Target:
     path = Path(text)
     try:
         if path.is_dir():
+            if (path / "keys" / "join").exists() and not (path / "config.json").exists():
+                raise DataError(
+                    f"{text}: no run has started here; an evaluation (echo-rl eval --serve) shows "
+                    "its progress in its own terminal, and ends by Ctrl-C there"
+                )
             return Target(text, path, _own_accesses(path))
         access = Access.parse(read_text(path), source=repr(text))
     except (OSError, UnicodeDecodeError) as error:

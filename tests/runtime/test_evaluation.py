@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from echo.runtime.learner.setup import (
     load_data,
 )
 from echo.runtime.learner.versions.evaluation import EvalResult
+from echo.runtime.node import INTERRUPTED
 from echo.wire.messages import Lease
 from tests.runtime.harness import Play, Run, running
 
@@ -117,6 +119,26 @@ def test_workers_give_the_scores_of_one_machine(
         assert node.engines == {"transformers float32"}
 
     play(scenario)
+
+
+@pytest.mark.matrix
+def test_an_evaluation_that_is_interrupted_releases_its_workers(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(run: Run) -> None:
+        data = load_data(run.config("learner", **SETTINGS))
+        node = await evaluation(run, data)
+        worker = await run.worker("w1", worker={"max_concurrent_rollouts": 2})
+        async with running(node, worker) as [learner, sampler]:
+            while not node.role.counters["accepted"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            node.interrupt()
+            assert await learner == INTERRUPTED
+            assert await sampler == "the evaluation is stopped"
+
+    with caplog.at_level(logging.INFO):
+        play(scenario)
+    assert re.search(r"stopped with \d+ of 24 answers, so there are no scores", caplog.text)
 
 
 @pytest.mark.matrix

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from echo.core.errors import ConfigError, RefusedError, TransportError
+from echo.core.errors import ConfigError, DataError, RefusedError, TransportError
 from echo.core.monitoring.metrics import Counters
 from echo.core.monitoring.status import RunStatus
 from echo.net.transport import Connected, Disconnected, Received, TransportOptions
@@ -197,6 +197,10 @@ def test_a_target_is_a_directory_a_file_or_a_key(learner: StandIn, tmp_path: Pat
     empty = tmp_path / "empty"
     empty.mkdir()
     assert find_run(str(empty)).accesses == (), "a run without encryption, or none"
+    (empty / "keys").mkdir()
+    (empty / "keys" / "join").write_text("of an evaluation")
+    with pytest.raises(DataError, match="no run has started here; an evaluation"):
+        find_run(str(empty))
     assert oct((learner.run_dir / "keys" / OPERATE).stat().st_mode)[-3:] == "600"
 
 

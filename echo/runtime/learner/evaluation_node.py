@@ -292,3 +292,7 @@ class EvaluationNode(Node):
         self._is_stopping = True
         self._waiting.wake()
         await self._is_work_over.wait()
+        self.log.info(
+            "stopped with %d of %d answers, so there are no scores; repeat the command for them",
+            len(self._groups), self._groups.num_groups,
+        )  # fmt: skip
