@@ -25,6 +25,8 @@ RESULTS = KEPT = ROOT / "bench" / "results"
 NO_FIGURES = {"environment", "options", "settings"}
 NO_NAMES = {"commit", "plan"}
 """Texts that are no names of their rows, since another commit has others."""
+ALLOCATOR = ("GLIBC_TUNABLES", "PYTHONMALLOC", "MALLOC_")
+"""How the names of the environment variables begin that change what memory costs a process."""
 PACKAGES = (
     "torch",
     "triton",
@@ -152,7 +154,8 @@ def _texts(row: Any) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return hardware, versions, commit and command of this measurement."""
+    """Return hardware, versions, allocator, commit and command of this measurement."""
+    allocator = {name: value for name, value in os.environ.items() if name.startswith(ALLOCATOR)}
     return {
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
@@ -162,6 +165,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
+        **({"allocator": dict(sorted(allocator.items()))} if allocator else {}),
         "commit": _commit(),
         "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -49,3 +50,13 @@ def test_no_benchmark_leaves_out_the_callers_path() -> None:
     for path in sorted(Path(harness.__file__).parent.rglob("*.py")):
         if path.name != "harness.py":
             assert "PYTHONPATH" not in path.read_text(), f"{path}: see harness.finding"
+
+
+def test_a_result_tells_what_was_set_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(harness.ALLOCATOR)]:
+        monkeypatch.delenv(name)
+    assert "allocator" not in harness.environment()
+    given = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_ARENA_MAX": "2"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert harness.environment()["allocator"] == given
