@@ -119,7 +119,9 @@ def backward(
             grad_states += grad_logits @ chunk
         elif grad_states is not None:
             grad_states.addmm_(grad_logits, chunk)
-        if grad_weight is not None:
+        if grad_weight is not None and grad_weight.dtype == dtype:
+            torch.mm(grad_logits.T, states, out=grad_weight[start : start + len(chunk)])
+        elif grad_weight is not None:
             grad_weight[start : start + len(chunk)] = grad_logits.T @ states
     return None if grad_states is None else grad_states[:num_rows], grad_weight
 
