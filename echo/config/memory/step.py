@@ -164,8 +164,9 @@ class StepFootprint:
         later micro-batches, all gradients exist from the start.
 
         A tied head's gradient is kept in the compute type until the embedding's gradient exists.
-        Then both gradients are added to the float32 gradient. A process on a CPU keeps the memory
-        of freed activations for a while, and reuses this memory for the first gradients of layers.
+        Then both gradients are added to the float32 gradient. In float32 on a CPU, a tied embedding
+        only adds rows to the head's gradient. A process on a CPU keeps the memory of freed
+        activations for a while, and reuses this memory for the first gradients of layers.
         """
         one = "one layer or head"
         if not self.is_alone:
@@ -189,7 +190,8 @@ class StepFootprint:
         final = (4 + width) * facts.hidden_size * now.num_tokens
         for head in (forward, backward + waiting):
             yield {"gradients": before, "activations": kept + final, one: head}
-        if not facts.is_tied:
+        waits = facts.is_tied and not self._adds_rows
+        if not waits:
             before += made
             added = max(0, waiting + cast - made)
             yield {"gradients": before, "activations": kept, one: added}
@@ -211,8 +213,13 @@ class StepFootprint:
                 held -= min(held, inner)
         both = width * outside * (2 if facts.is_tied else 1)
         added = max(both, width * outside + cast) - made
-        added = max(0, added)
+        added = 0 if self._adds_rows else max(0, added)
         yield {"gradients": all_of_them, "activations": held, one: added}
+
+    @property
+    def _adds_rows(self) -> bool:
+        """Whether a tied embedding only adds rows to the head's gradient (tied_embedding.py)."""
+        return self.facts.is_tied and self.compute_bytes == 4 and not self.has_gpu
 
     @property
     def freed_bytes(self) -> int:

@@ -76,6 +76,7 @@ from echo.train.models.compiling import MIN_STEPS, compile_layers
 from echo.train.models.flops import model_flops
 from echo.train.models.masters import Masters
 from echo.train.models.rows import RowRules
+from echo.train.models.tied_embedding import add_rows_in_place
 from echo.train.optimizer import OptimizerState
 from echo.train.ranks import sharded_model, sharding
 from echo.train.ranks.sharding import ALONE, Ranks, ShardedModel
@@ -271,6 +272,8 @@ class Policy:
             gradient_checkpointing=compute.gradient_checkpointing,
         )
         self._check_and_round()
+        if self._root is None and self._masters is None and self.device.type == "cpu":
+            add_rows_in_place(self.model)
         if compute.compile_layers and (layers := decoder_layers(self.model)):
             compile_layers(layers, must=compute.compile_layers is True)
 
