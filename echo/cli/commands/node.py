@@ -200,7 +200,7 @@ def check_start(
 
 
 def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> Iterator[str]:
-    """Yield an error for each directory that a node must write to but cannot."""
+    """Yield an error for each required directory to which the node cannot write."""
     if why := find_write_fault(config.run_dir):
         remedy = "set run.dir to a directory that can be"
         yield f"run.dir = {show(config.run.dir)} cannot be written: {why}; {remedy}"
@@ -311,7 +311,7 @@ def _preview(config: Config, task: Task) -> StartCheck:
 
 
 def _taken_addresses(config: Config, role: str) -> list[EchoError]:
-    """Return one error for each address where the node must listen but cannot."""
+    """Return one error for each configured address at which the node cannot listen."""
     addresses = [getattr(config, role).listen]
     if role == "worker":
         addresses.append(config.agent.listen)
@@ -829,9 +829,10 @@ def find_config_of(
 
     Args:
         role: the role of the node.
-        path: the file of --config; None without one.
+        path: the file of --config; None without this option.
         overrides: the texts of --set.
-        join: the join string on the node's command line or in ECHO_JOIN; None without one.
+        join: the join string on the node's command line or in ECHO_JOIN; None without a join
+            string.
         patience: whether to wait until a learner on this machine has written its join string.
 
     Raises:
