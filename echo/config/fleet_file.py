@@ -270,7 +270,7 @@ def parse_fleet(files: Sequence[Source]) -> FleetRequest:
 def parse_scenario(
     files: Sequence[Source], overrides: Sequence[Override] = (), plan: Plan | None = None
 ) -> tuple[ScenarioFile, FleetRequest]:
-    """Check a scenario. Return its contents and its planner's request.
+    """Check a scenario; return the scenario's contents and the planner's request.
 
     Raises:
         ConfigError: if anything is wrong. The message lists every problem with its source and row.

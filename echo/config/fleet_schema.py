@@ -193,7 +193,7 @@ class SimRow(Strict):
     chunks_per_version: Annotated[int, Field(ge=1, le=4096)] = 64
     """Chunks per version: few chunks are fast to simulate, many are closer to a real run."""
     release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """Same as worker.release_after_s; the release command gives the machine back."""
+    """Same as worker.release_after_s, with a worker.on_release command."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Number of rented nodes, by offer. If an offer is not listed, all its nodes are rented."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]

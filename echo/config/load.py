@@ -298,7 +298,7 @@ def resolved(config: Config) -> dict[str, Any]:
 def save_resolved(config: Config, path: Path) -> None:
     """Write all values of a configuration as JSON, atomically.
 
-    After a crash, the file has either its complete old or its complete new content.
+    After a crash, the file has the complete old or the complete new content.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(resolved(config), indent=2) + "\n", encoding="utf-8")
@@ -470,7 +470,7 @@ def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
 def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
     """Return the keys that `role` reads, by the name and the kind of their section.
 
-    The name is "" for keys outside sections. The kind is "" if the section has only one.
+    The name is "" for keys outside sections. The kind is "" if the section has only one kind.
     """
     groups: dict[tuple[str, str], list[Leaf]] = {}
     for leaf in keys:

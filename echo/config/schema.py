@@ -235,8 +235,8 @@ class LeasesSection(Section):
     """Assignment of groups of prompts to workers."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
-    """While a step waits for its last groups, idle workers duplicate running groups that they would
-    finish this many times sooner. false: duplicate only long overdue groups."""
+    """While a step waits for its last groups, an idle worker duplicates a running group if the idle
+    worker would finish this many times sooner. false: duplicate only long overdue groups."""
 
 
 class BatchSection(Section):
@@ -277,8 +277,8 @@ class OptimizerSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm to which the gradient is clipped."""
     scale_by_ess: bool = False
-    """Multiply the learning rate by the square root of the metric ess/rollouts, which is 1
-    on-policy."""
+    """Multiply the learning rate by the square root of the metric ess/rollouts. On-policy the
+    factor is 1."""
     state: Literal["float32", "8bit", "offloaded"] = "float32"
     """How Adam's moments are stored. float32: 8 bytes per parameter, in the weights' memory. 8bit:
     2.1 bytes per parameter. offloaded: 8 bytes per parameter in the host's memory, where the CPU
@@ -365,7 +365,7 @@ class LearnerSection(Section):
     """Where to train: auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type to compute in; the learner's own weights stay float32. auto: bfloat16 on a GPU; on a CPU
-    bfloat16 if the first start measures a gain, otherwise float32."""
+    the faster of bfloat16 and float32, measured at the first start."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 uses all cores."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -404,8 +404,8 @@ class WorkerSection(RentedSection):
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Largest number of concurrent rollouts; unset: as many as fit into the memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type to compute in. auto: bfloat16 on a GPU; on a CPU bfloat16 if the start measures a gain,
-    otherwise float32."""
+    """Type to compute in. auto: bfloat16 on a GPU; on a CPU the faster of bfloat16 and float32,
+    measured at the start."""
 
 
 class RolloutSection(Section):
@@ -495,7 +495,8 @@ class CheckpointSection(Section):
     interval_steps: int = Field(ge=1)
     """Optimizer steps between checkpoints. A checkpoint is also made at the end."""
     interval_s: OptionalSeconds = Field(gt=0)
-    """Seconds after which a checkpoint is made even before `interval_steps`; false is off."""
+    """Seconds between two checkpoints, if this time is shorter than `interval_steps`; false is off.
+    """
     keep_last: int = Field(default=3, ge=1)
     """Number of newest checkpoints to keep. A resume needs at least one checkpoint."""
     keep_best: bool = True
