@@ -73,7 +73,7 @@ def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64
 
 
 class HasBranches(Protocol):
-    """A rollout or another completion; the tokens may form a tree."""
+    """A completion whose tokens may form a tree, such as a rollout."""
 
     @property
     def num_tokens(self) -> int: ...

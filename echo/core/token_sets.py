@@ -30,14 +30,14 @@ NOT_RECORDED = 0
 """The size of a set that was not recorded: every id could be drawn, or no id was sampled."""
 
 TOO_LARGE = -1
-"""The size of a set with more than MAX_SET_IDS ids, which is sent without ids."""
+"""The size of a set with more than MAX_SET_IDS ids. Such a set is sent without its ids."""
 
 MAX_LACKING_IDS = 1 << 10
 """The largest number of missing ids, for a set that is recorded by its missing ids."""
 
 
 def size_lacking(num_ids: int) -> int:
-    """Return the entry of `sizes` for a set that is recorded by `num_ids` >= 1 missing ids."""
+    """Return the entry of `sizes` for a set whose `num_ids` >= 1 missing ids are recorded."""
     return TOO_LARGE - num_ids
 
 

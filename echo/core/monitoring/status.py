@@ -181,7 +181,7 @@ class RunStatus:
     """Estimated seconds until the last step; None before two steps were timed."""
     nodes: tuple[NodeStatus, ...] = ()
     reward_history: tuple[tuple[int, float], ...] = ()
-    """(step, mean reward) of all steps so far, thinned to MAX_POINTS, oldest first."""
+    """The mean rewards of all steps: (step, mean reward), thinned to MAX_POINTS, oldest first."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
     """The newest MAX_POINTS evaluations: step, mean reward of sampled answers, mean reward of
     greedy answers."""
