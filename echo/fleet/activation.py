@@ -362,7 +362,7 @@ class _Search:
             yield from self._changed(counts, {removed: -1, added: 1})
 
     def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets with three changed kinds: two workers replace one, or one replaces two."""
+        """Yield the sets that replace one worker by two of other kinds, or two by one."""
         for sign in (1, -1):
             for one in range(len(counts)):
                 others = [index for index in range(len(counts)) if index != one]
@@ -416,8 +416,8 @@ def choose(
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the provisioning rule and the budget.
 
-    If no set is sufficient, return the cheapest set within the budget with a step time of at most
-    HARDLY_SLOWER times the shortest step time.
+    If no set is sufficient, the step time may be at most HARDLY_SLOWER times the shortest step
+    time. Then the result is the cheapest of these sets within the budget.
 
     Args:
         workers: all workers that have joined.

@@ -197,8 +197,8 @@ class ObservedFleet:
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
         """Return the fetching nodes on the path from a worker up to the learner.
 
-        The path ends at a node whose parent is the learner, or whose parent has the whole version
-        or AHEAD times as many chunks.
+        The path ends where the parent is the learner, has the whole version, or has AHEAD times as
+        many chunks.
         """
         path = [worker]
         while (parent := self.node(path[-1].parent)) is not None and parent.is_fetching:
@@ -447,7 +447,7 @@ def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
-    """Return the workers by the time of their groups in a stage, longest first."""
+    """Return the workers whose groups were in a stage, sorted by time, longest first."""
     times = {name: s for (at, name), s in tally.waits.items() if at is stage}
     least = max(times.values()) / 10
     return sorted((n for n, s in times.items() if s >= least), key=lambda name: -times[name])

@@ -2,8 +2,8 @@
 
 A fleet is a list of offers with the number of active nodes of each offer. The learner sends one
 stream of weights to each region with a relay. In other regions, the learner sends one stream to
-each offer whose nodes listen, because these nodes forward the weights in a chain, and one stream to
-every other node. All these streams share the learner's uplink. The streams within a region share
+each offer whose nodes listen, because these nodes forward the weights in a chain. Every other node
+gets its own stream. All these streams share the learner's uplink. The streams within a region share
 the uplink of the region's relay. Streams are pipelined by chunks, so each hop delays a version by
 the time of one chunk.
 """

@@ -13,9 +13,9 @@ T_group is the time of one group, and T_queue = R / rate is the time in which th
 batch.
 
 `predict` does not use this rule. It simulates the admission of groups (leases/grants/admission.py)
-step by step. Batch k is generated after batch k - 1, as soon as a version w with S + w + 1 > k is
-installed. Batch k is trained after step k - 1. So the prediction is also valid for fleets that
-break the provisioning rule, and shows how long the learner waits.
+step by step. Batch k begins after batch k - 1, when a version w with S + w + 1 > k is installed.
+Batch k is trained after step k - 1. So the prediction is also valid for fleets that break the
+provisioning rule, and shows how long the learner waits.
 
 A batch is complete when the fleet has made all its rollouts, after at least the time of one group.
 If groups differ in length, some workers make the last groups of a batch while other workers begin
@@ -317,7 +317,7 @@ class _Pipeline:
         return found
 
     def _begin_of_work(self, end: float, work_s: float) -> float:
-        """Return when work must begin for workers to generate for `work_s` seconds before `end`."""
+        """Return when workers must begin, to generate for `work_s` seconds until `end`."""
         begin = end - work_s
         for arrival, _ in reversed(self.installed[1:]) if self.job.has_pausing_workers else ():
             if arrival - self.broadcast_s < end and arrival > begin:
@@ -325,7 +325,7 @@ class _Pipeline:
         return begin
 
     def _note_staleness(self, found: dict[int, float], step: int, begin: float, end: float) -> None:
-        """Add the seconds from `begin` to `end` to `found`, by the staleness of a step's batch."""
+        """Add the seconds from `begin` to `end` to `found`, under the staleness of the batch."""
         installs = [*self.installed, (math.inf, -1)]
         for (since, version), (until, _) in itertools.pairwise(installs):
             part = min(end, until) - max(begin, since)
