@@ -26,8 +26,8 @@ Model, tokenizer, chat template, stop ids, task source and dataset are compared 
 without these files inherits configuration and tokenizer from the learner, so their hashes match.
 Code and weights are never inherited.
 
-The learner signs inherited files and settings, and nodes verify the signature before use, because
-any process with the run's secret may act as a relay. A node gets the fingerprint of the learner's
+Any process with the run's secret may act as a relay. So the learner signs inherited files and
+settings, and nodes verify the signature before use. A node gets the fingerprint of the learner's
 key from the join string. Without encryption (`security.curve = false`) there is no fingerprint, and
 a node can only check that one key has signed everything. File names come from a fixed table.
 """
@@ -875,7 +875,7 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node sends this message on a new link before Hello.
+        """Return whether a known node must send Hello before this message on a new link.
 
         Messages about joining need no Hello.
         """

@@ -511,8 +511,8 @@ class Learner(Role):
         slow down the broadcast. After its activation, the worker fetches weights like a late
         joiner, and gets leases when it has installed the version.
 
-        The plan of a worker on standby marks the standby and has no parents. The plan is repeated
-        at each heartbeat until the worker follows the plan, so a lost plan is harmless.
+        In the plan of a worker on standby, the standby is set and the parents are empty. The plan
+        is repeated at each heartbeat until the worker follows the plan, so a lost plan is harmless.
         """
         changed = False
         for member in self.roster.members("worker"):

@@ -1,9 +1,9 @@
 """The role of a relay or worker: its control link, weights link, heartbeats and timeouts.
 
 Relays and workers dial two links. The **control link** transports routed messages to and from the
-learner. The configured addresses belong to the learner or to relays. Over the **weights link**, the
-node fetches chunks from the parent in the learner's plan. Each link is replaced independently, and
-the node continues to work while a link is lost.
+learner. It is dialled at a configured address of the learner or of a relay. Over the **weights
+link**, the node fetches chunks from the parent in the learner's plan. Each link is replaced
+independently, and the node continues to work while a link is lost.
 
 `roles/joining.py` has the table of a node's states. The rules of the links are:
 

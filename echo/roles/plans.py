@@ -1,8 +1,8 @@
 """Plans the broadcast at the learner: decides when to plan, and sends nodes their new parents.
 
 `weights/topology/plan.py` computes the plan from the measured uplinks. A node whose parents have
-changed gets its part of the plan. At least PLAN_S seconds per node pass between two plans, so
-planning takes a bounded share of the time even in a large fleet.
+changed gets its part of the plan. At least PLAN_S seconds per node pass between two plans. So
+planning takes a bounded share of the time, even in a large fleet.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Plans:
     def _probe(self, member: Member, now: float) -> list[Action]:
         """Start to measure the learner's uplink to a node whose uplink is known.
 
-        While weights are sent, no probe is sent, because it would measure only the remaining
+        While weights are sent, no probe is sent, because the probe would measure only the remaining
         bandwidth.
         """
         peer = self._routes.peer_of(member.node_id)

@@ -10,8 +10,8 @@ their rollouts have ended. Whole groups are scored and delivered at once. Unfini
 their tokens, log-probabilities and versions. The next batch continues them with the newest weights,
 oldest first, and fills the remaining rows with new groups.
 
-A continuous engine has no batches. It gets f times the number of groups that fit into its memory,
-so that its queue does not become empty while long rollouts keep their places.
+A continuous engine has no batches. It gets f times the number of groups that fit into its memory.
+So its queue does not become empty while long rollouts keep their places.
 
 A call lasts at most `ship_s` seconds. Then its tokens are saved in this worker's file and sent to
 the learner, and a new call continues the groups. So a killed worker loses at most `ship_s` seconds

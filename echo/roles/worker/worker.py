@@ -351,8 +351,8 @@ class Worker(DialingRole):
     def on_admitted(self, *, now: float) -> list[Action]:
         """Send a heartbeat; send all unacknowledged results again.
 
-        Unfinished groups are sent again at their next due time, because a restarted learner has
-        lost them, and a lost link may have lost messages.
+        Unfinished groups are sent again at their next due time. A restarted learner has lost these
+        groups, and a lost link may have lost messages.
         """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
