@@ -81,7 +81,7 @@ class LogNormalLengths:
 
 
 Shares = list[tuple[PolicyVersion, float]]
-"""(version, number of tokens that this version sampled), oldest version first."""
+"""Numbers of sampled tokens by version: (version, number), oldest version first."""
 
 
 class _Named(msgspec.Struct):

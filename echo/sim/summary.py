@@ -86,9 +86,9 @@ class History:
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
     """(instant, decision) for each change of the active workers."""
     explained: list[tuple[int, Mapping[str, str]]] = field(default_factory=list)
-    """(step, explanation of a wait or of idle workers), as in metrics.jsonl."""
+    """Explanations of waits or of idle workers: (step, explanation), as in metrics.jsonl."""
     num_deaths: int = 0
-    """Number of deaths of workers."""
+    """Number of worker deaths."""
     end: str = ""
     """The reason why the run ended before its last step; "" if all steps were made."""
     traffic: Traffic = field(default_factory=dict)
@@ -215,7 +215,7 @@ class Summary:
     gigabytes: Mapping[str, float]
     """Traffic in units of 10^9 bytes, by kind and route, such as "weights learner > oregon"."""
     num_deaths: int
-    """Number of deaths of workers."""
+    """Number of worker deaths."""
     end: str
     """The reason why the run ended before its last step; "" if all steps were made."""
     decisions: Sequence[Mapping[str, object]]

@@ -48,8 +48,8 @@ class Running:
     num_tokens: float = 0.0
     """Number of tokens sampled for the group up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """(version, number of the group's tokens when this version was installed), oldest version
-    first."""
+    """For each version: (version, number of the group's tokens when the version was installed). The
+    oldest version is first."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
         """Return (version, number of the group's tokens from this version) for each version."""

@@ -203,7 +203,7 @@ class SimTransport(Transport):
             dial.end = self._network.dial(self, dial.end.address or "", peer=peer)
 
     def _end(self, *, linger_s: float | None) -> None:
-        """End all connections; peers are not notified if `linger_s` is None."""
+        """End all connections. If `linger_s` is None, peers are not notified."""
         if self._is_closed:
             return
         self._is_closed = True
