@@ -338,7 +338,7 @@ def utc(at: float) -> str:
 
 
 def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
-    """Return the longest of the unusually long waits, longest first."""
+    """Return the unusually long waits, longest first; at most MAX_LONG_WAITS."""
     steps = [row for row in rows if row.get("time/wait_for_batch") is not None]
     if not steps:
         return []
