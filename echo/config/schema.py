@@ -495,8 +495,7 @@ class CheckpointSection(Section):
     interval_steps: int = Field(ge=1)
     """Optimizer steps between checkpoints. A checkpoint is also made at the end."""
     interval_s: OptionalSeconds = Field(gt=0)
-    """Seconds between two checkpoints, if this time is shorter than `interval_steps`; false is off.
-    """
+    """Seconds between checkpoints, if shorter than `interval_steps`; false is off."""
     keep_last: int = Field(default=3, ge=1)
     """Number of newest checkpoints to keep. A resume needs at least one checkpoint."""
     keep_best: bool = True
