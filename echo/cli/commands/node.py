@@ -858,7 +858,7 @@ def find_config_of(
 
 
 def check_ended(arguments: argparse.Namespace, config: Config) -> None:
-    """Check that a launcher does not continue, unasked by a user, a run that has ended.
+    """Refuse to continue a run after a divergence, if a launcher restarted it without the user.
 
     Raises:
         DivergedError: if a divergence has ended the run. Only the process of rank 0 raises it.
