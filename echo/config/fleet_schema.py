@@ -369,7 +369,7 @@ MAX_OWNERS = 4
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
     """Return the text that names a path in messages.
 
-    A row is named by its table, its number and its names.
+    A row's text has the table, the number and the names of the row.
     """
     if len(path) < 2:
         return "".join(path)

@@ -165,7 +165,7 @@ class StepFootprint:
 
         A tied head's gradient is kept in the compute type until the embedding's gradient exists.
         Then both gradients are added to the float32 gradient. In float32 on a CPU, a tied embedding
-        only adds rows to the head's gradient. A process on a CPU keeps the memory of freed
+        adds single rows to the head's gradient. A process on a CPU keeps the memory of freed
         activations for a while, and reuses this memory for the first gradients of layers.
         """
         one = "one layer or head"
@@ -218,7 +218,7 @@ class StepFootprint:
 
     @property
     def _adds_rows(self) -> bool:
-        """Whether a tied embedding only adds rows to the head's gradient (tied_embedding.py)."""
+        """Whether a tied embedding adds single rows to the head's gradient (tied_embedding.py)."""
         return self.facts.is_tied and self.compute_bytes == 4 and not self.has_gpu
 
     @property
