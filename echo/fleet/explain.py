@@ -61,8 +61,7 @@ FEW_ROLLOUTS = 16
 """If an engine samples at most this many concurrent rollouts, more rollouts usually take almost the
 same time."""
 SATURATED_GAIN = 1.25
-"""An engine is saturated, for example by its cores, if many concurrent rollouts make less than this
-times the tokens per second of few."""
+"""An engine is saturated, for example by its cores, if its gain is below this value."""
 USELESS_SHARE = 0.5
 """If more than this share of groups gave no training signal, useless groups are the cause."""
 IDLE_SHARE = 0.6
@@ -136,7 +135,8 @@ class ObservedNode:
     num_fit: int = 0
     """Number of concurrent groups that would fit into the worker's memory; 0 if unknown."""
     gain: float | None = None
-    """Tokens per second of the engine with many rollouts over those with few; None if unknown."""
+    """The engine's tokens per second with many rollouts, divided by those with few; None if
+    unknown."""
     speed: float | None = None
     """Tokens per second of one rollout in the worker's slowest running group; None if unknown."""
     reward_s: float | None = None
@@ -144,7 +144,7 @@ class ObservedNode:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether more rollouts at once would make hardly more tokens per second."""
+        """Whether more concurrent rollouts would hardly increase the tokens per second."""
         return self.gain is not None and self.gain < SATURATED_GAIN
 
     @property

@@ -251,8 +251,8 @@ class Remedy:
 
     text: str
     factor: float
-    """The size of the change, at least 1: new value / old value, or its inverse if the value
-    decreases."""
+    """The size of the change, at least 1: the new value divided by the old value, or the old value
+    divided by the new value."""
     selection: Selection
 
 
