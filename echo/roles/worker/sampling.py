@@ -245,7 +245,7 @@ class EngineCalls:
         group that causes the error."""
 
     def measure(self, num_returned: int, *, now: float) -> None:
-        """Measure the engine's throughput; `num_returned` tokens are those of ended calls."""
+        """Measure the engine's throughput; `num_returned` tokens were sampled in ended calls."""
         if self.engine.sampler == "engine":
             groups = [group for call in self._calls for group in call.groups]
             num_rollouts = sum(not m.is_finished for group in groups for m in group.members)

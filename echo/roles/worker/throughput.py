@@ -1,35 +1,37 @@
-"""The throughput of a worker's engine: whether more rollouts at once make more tokens per second.
+"""Measures whether more concurrent rollouts increase the tokens per second of an engine.
 
-An engine that waits for memory or for Python samples many rollouts in about the time of a few. An
-engine whose cores or whose GPU are the limit takes proportionally longer. So the gain compares the
-tokens per second of two loads: more than half of the most rollouts at once so far, and at most
-half. Both occur in ordinary work, because rollouts end at different lengths.
+If an engine waits for memory or for Python, many rollouts take about the time of a few. If the
+cores or the GPU are the limit, the time is proportional to the number of rollouts.
+
+The gain is the ratio of the tokens per second under high load to those under low load. A load is
+high if it exceeds half of the largest number of concurrent rollouts so far. Both loads occur in
+ordinary work, because rollouts end at different lengths.
 """
 
 from __future__ import annotations
 
 MIN_S = 5.0
-"""Seconds of each load that a gain is computed from, at least."""
+"""Smallest number of seconds of each load from which a gain is computed."""
 
 
 class EngineThroughput:
-    """Measures the tokens per second of an engine by its number of rollouts."""
+    """Measures an engine's tokens per second under high and low load."""
 
     def __init__(self) -> None:
         """Start without measurements."""
         self._most = 0
-        """The most rollouts that the engine has sampled at once."""
+        """Largest number of rollouts that the engine has sampled concurrently."""
         self._last: tuple[int, int, float] | None = None
-        """Number of rollouts, tokens sampled, and time at the last look."""
+        """Number of rollouts, number of sampled tokens, and time at the last `look`."""
         self._sums = {False: (0, 0.0), True: (0, 0.0)}
-        """Whether more than half of the rollouts ran -> (tokens, seconds)."""
+        """(tokens, seconds) by load; True is high load."""
 
     def look(self, num_rollouts: int, num_tokens: int, *, now: float) -> None:
-        """Count the time since the last look, unless the load has changed meanwhile.
+        """Count the time and tokens since the last `look`, if the load has stayed high or low.
 
         Args:
-            num_rollouts: the rollouts that the engine samples at present.
-            num_tokens: the tokens that it has sampled since it was built.
+            num_rollouts: number of rollouts in the engine now.
+            num_tokens: number of tokens that the engine has sampled since its start.
             now: the present time, seconds.
         """
         last, self._last = self._last, (num_rollouts, num_tokens, now)
@@ -46,7 +48,7 @@ class EngineThroughput:
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second of a high load over those of a low load; None if unknown."""
+        """Tokens per second under high load, divided by those under low load; None if unknown."""
         (low, low_s), (high, high_s) = self._sums[False], self._sums[True]
         if min(low_s, high_s) < MIN_S or low <= 0 or high <= 0:
             return None
