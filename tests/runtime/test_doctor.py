@@ -17,7 +17,6 @@ from echo.records.files import DiskSpeed
 from echo.runtime.doctor.link import STEP_S, LinkReport, check_link, check_nat, try_link
 from echo.runtime.doctor.machine import (
     Finding,
-    check_clock,
     check_descriptors,
     check_disk,
     check_gpu,
@@ -209,11 +208,6 @@ def test_limits_of_the_kernel_warn() -> None:
     )
     assert levels(check_kernel(slow)) == ["warning"]
     assert levels(check_kernel(KernelFacts())) == ["ok"]
-    assert [levels(check_clock(state)) for state in (True, None, False)] == [
-        ["ok"],
-        ["ok"],
-        ["warning"],
-    ]
 
 
 def test_a_full_and_a_slow_disk(tmp_path: Path) -> None:

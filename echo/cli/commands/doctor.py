@@ -34,7 +34,6 @@ from echo.roles.joining import digest_mismatch
 from echo.runtime.doctor.link import LinkReport, check_link, check_nat, own_address, try_link
 from echo.runtime.doctor.machine import (
     Finding,
-    check_clock,
     check_descriptors,
     check_gpu,
     check_kernel,
@@ -42,7 +41,6 @@ from echo.runtime.doctor.machine import (
     check_python,
     check_run_dir,
     installed_versions,
-    is_clock_synchronised,
     locked_versions,
     nvidia_driver,
 )
@@ -98,7 +96,6 @@ def examine(arguments: Namespace) -> Iterator[Finding]:
     yield from check_gpu(*_gpus(), nvidia_driver())
     yield from check_descriptors(raise_descriptor_limit())
     yield from check_kernel(read_kernel())
-    yield from check_clock(is_clock_synchronised())
     try:
         role, config = _configuration(arguments)
     except EchoError as error:

@@ -1,4 +1,4 @@
-"""Checks of this machine for `echo-rl doctor`: packages, GPU, kernel settings, clock and disk.
+"""Checks of this machine for `echo-rl doctor`: packages, GPU, kernel settings and disk.
 
 A check yields findings and makes no lasting change. The machine's facts are arguments, so a test
 can cause each failure.
@@ -6,7 +6,6 @@ can cause each failure.
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 import sys
@@ -178,52 +177,6 @@ def check_kernel(facts: KernelFacts) -> Iterator[Finding]:
         "do not matter",
         remedy="sysctl -w net.ipv4.tcp_rmem='4096 131072 67108864' "
         "net.ipv4.tcp_wmem='4096 65536 67108864' net.ipv4.tcp_congestion_control=bbr",
-    )
-
-
-# --- clock ----------------------------------------------------------------------------------------
-
-_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
-
-
-class _Timex(ctypes.Structure):
-    """The first fields of `struct timex` for adjtimex(2), and space for the rest."""
-
-    _fields_ = (
-        ("modes", ctypes.c_uint),
-        ("offset", ctypes.c_long),
-        ("freq", ctypes.c_long),
-        ("maxerror", ctypes.c_long),
-        ("esterror", ctypes.c_long),
-        ("status", ctypes.c_int),
-        ("rest", ctypes.c_byte * 256),
-    )
-
-
-def is_clock_synchronised() -> bool | None:
-    """Return whether the clock follows a time server; None if the kernel does not report it."""
-    state = _Timex()  # modes = 0: read only
-    try:
-        if ctypes.CDLL(None).adjtimex(ctypes.byref(state)) < 0:
-            return None
-    except (OSError, AttributeError):
-        return None
-    return not state.status & _UNSYNCHRONISED
-
-
-def check_clock(is_synchronised: bool | None) -> Iterator[Finding]:
-    """Check that the clock is synchronised, so that logs of several machines can be compared."""
-    if is_synchronised is not False:
-        known = "follows a time server" if is_synchronised else "its state is not readable here"
-        yield Finding("ok", "clock", known)
-        return
-    yield Finding(
-        "warning",
-        "clock",
-        "does not follow a time server",
-        why="no decision of a run depends on it, but times in logs and metrics of several machines "
-        "cannot be compared",
-        remedy="timedatectl set-ntp true (in a container or virtual machine: on its host)",
     )
 
 
