@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -276,10 +276,10 @@ def names() -> Iterator[str]:
     for path in sorted(package.rglob("*.py")):
         if path.relative_to(package).parts[0] in _NOT_MEASURED and path.stem != "sinks":
             continue  # what writes the rows adds to each
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        calls = {id(text) for text in _counter_names(tree)}
-        reads = {id(text) for text in _read_names(tree)}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        calls = {id(text) for text in _counter_names(nodes)}
+        reads = {id(text) for text in _read_names(nodes)}
+        for node in nodes:
             if id(node) in calls:
                 counted.add(_text(node))
             elif id(node) not in reads and (_FORM.fullmatch(_text(node)) or _text(node) in plain):
@@ -288,25 +288,25 @@ def names() -> Iterator[str]:
     yield from {f"count/{name}" for name in counted - shown} - _OTHER_NAMES
 
 
-def _counter_names(tree: ast.Module) -> Iterator[ast.expr]:
+def _counter_names(nodes: Sequence[ast.AST]) -> Iterator[ast.expr]:
     """Yield the texts in calls such as `self.counters.add("accepted")`."""
-    for owner, name in _calls(tree, "add"):
+    for owner, name in _calls(nodes, "add"):
         if "counters" in ast.unparse(owner):
             either = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
             yield from (text for text in either if _text(text))
 
 
-def _read_names(tree: ast.Module) -> Iterator[ast.expr]:
+def _read_names(nodes: Sequence[ast.AST]) -> Iterator[ast.expr]:
     """Yield what only looks up a metric: `row["time/step"]` and `row.get("ess")`."""
-    yield from (name for _, name in _calls(tree, "get"))
-    for node in ast.walk(tree):
+    yield from (name for _, name in _calls(nodes, "get"))
+    for node in nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             yield node.slice
 
 
-def _calls(tree: ast.Module, method: str) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _calls(nodes: Sequence[ast.AST], method: str) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield (object, first argument) of every call of a method of this name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[first, *_]):
                 if name == method:

@@ -223,17 +223,18 @@ class SourceTree:
         for name, path in self.paths.items():
             module = ast.parse(path.read_text(), str(path))
             nodes = list(ast.walk(module))
-            self.imports[name] = [found for node in nodes for found in self._imported(node)]
+            imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+            self.imports[name] = [found for node in imports for found in self._imported(node)]
             self.heads[name] = {found for node in module.body for _, found in self._imported(node)}
             self.calls[name] = [node for node in nodes if isinstance(node, ast.Call)]
             self.classes[name] = [node for node in nodes if isinstance(node, ast.ClassDef)]
-            known = dict(pair for node in nodes for pair in self._named(node))
+            known = dict(pair for node in imports for pair in self._named(node))
             self.called[name] = [
                 (call.lineno, self._whole_name(call.func, known)) for call in self.calls[name]
             ]
             reached = [node for node in nodes if isinstance(node, ast.Attribute)]
             self.names[name] = [(node.lineno, self._whole_name(node, known)) for node in reached]
-            self.names[name] += [found for node in nodes for found in self._brought(node)]
+            self.names[name] += [found for node in imports for found in self._brought(node)]
 
     def place(self, module: str) -> str:
         """Return the path of `module` inside the package, as the tables write it."""
@@ -248,19 +249,15 @@ class SourceTree:
         first = known.get(node.id, node.id) if isinstance(node, ast.Name) else ""
         return ".".join([first, *reversed(parts)])
 
-    def _named(self, node: ast.AST) -> list[tuple[str, str]]:
+    def _named(self, node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
         if isinstance(node, ast.Import):
             return [(alias.asname, alias.name) for alias in node.names if alias.asname]
-        if isinstance(node, ast.ImportFrom):
-            return [(a.asname or a.name, f"{node.module}.{a.name}") for a in node.names]
-        return []
+        return [(a.asname or a.name, f"{node.module}.{a.name}") for a in node.names]
 
-    def _brought(self, node: ast.AST) -> list[tuple[int, str]]:
+    def _brought(self, node: ast.Import | ast.ImportFrom) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             return [(node.lineno, alias.name) for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            return [(node.lineno, name) for _, name in self._named(node)]
-        return []
+        return [(node.lineno, name) for _, name in self._named(node)]
 
     def _imported(self, node: ast.AST) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
