@@ -117,6 +117,11 @@ def node_parser() -> argparse.ArgumentParser:
         help="--resume if the run has begun, else begin it: for launchers that start the same "
         "command again, such as torchrun (learner)",
     )
+    start.add_argument(
+        "--init-from",
+        metavar="DIR",
+        help="start a new run from the weights in this Hugging Face directory (learner)",
+    )
     parser.add_argument(
         "--yes", action="store_true", help="with --resume: accept changes that are not safe"
     )

@@ -506,15 +506,13 @@ def _describe_start(config: Config, role: Role) -> str:
 # would disagree. A key is safe unless it, or its section, is listed here.
 
 
-_OTHER_RUN = "the run lives in that directory; start a new run with learner.init_from instead"
+_OTHER_RUN = "the run lives in that directory; start a new run with --init-from instead"
 _OTHER_PROMPTS = "buffered groups and the position in the data belong to the old prompts"
 _OTHER_SAMPLING = "buffered rollouts carry log-probs of the old distribution"
 _OTHER_COUNTS = "the ledger and the admission of groups count in the old number"
 _OLD_ADDRESS = "relays and workers that were not restarted dial the old address"
 _OTHER_SECURITY = "relays and workers that were not restarted could not connect any more"
-_OTHER_MODEL = (
-    "the checkpoint holds weights of the old model; start a new run with learner.init_from"
-)
+_OTHER_MODEL = "the checkpoint holds weights of the old model; start a new run with --init-from"
 
 _UNSAFE: Mapping[str, str] = {
     "run.name": _OTHER_RUN,

@@ -872,7 +872,7 @@ def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
             raise StorageError(
                 f"{path} has ledger format {found}, this release has format {FORMAT}; continue the "
                 "run with the release that began it, or start a new one from its weights with "
-                "learner.init_from"
+                "--init-from"
             )
         [last] = database.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()
     except _SQLITE_ERRORS as error:
@@ -904,7 +904,7 @@ def _last_file_number(database: sqlite3.Connection, run_dir: Path) -> int:
 def _damaged(path: Path, what: str) -> StorageError:
     return StorageError(
         f"{path} is damaged: {what}; restore {FILE} and {HEAD} from a copy, or start a new run "
-        "from weights of this one with learner.init_from"
+        "from weights of this one with --init-from"
     )
 
 

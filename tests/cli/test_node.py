@@ -58,6 +58,7 @@ def run(*arguments: object) -> int:
     [
         (["--role", "worker", "--resume"], "--resume is for the learner; a worker"),
         (["--role", "relay", "--resume-or-begin"], "--resume-or-begin is for the learner; a relay"),
+        (["--role", "relay", "--init-from", "x"], "--init-from is for the learner; a relay"),
         (["--role", "worker", "--no-report"], "--no-report is for the learner; a worker"),
         (["--role", "learner", "--yes"], "--yes accepts changes to a run that is resumed"),
         (["--role", "learner"], "gsm8k.toml is one to start from.\n"),
@@ -78,6 +79,11 @@ def test_a_missing_model_is_named(config: Path, capsys: pytest.CaptureFixture[st
     err = capsys.readouterr().err
     assert err.startswith("error: model.name = './nowhere': no such directory")
     assert not (config.parent / "run").exists()
+
+
+def test_weights_may_lie_in_a_directory_whose_name_is_a_number(config: Path) -> None:
+    line = ["--role", "learner", "--config", str(config), "--init-from", "100"]
+    assert configuration_of(node_parser().parse_args(line)).learner.init_from == "100"
 
 
 def test_a_directory_that_is_no_model_is_named(
@@ -503,8 +509,8 @@ def test_a_learner_that_starts_again_keeps_its_options_and_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {
-        "--config": "run.toml", "--set": "run.name=a b", "--log-events": "e", "--yes": None,
-        "--no-report": None,
+        "--config": "run.toml", "--set": "run.name=a b", "--init-from": "w", "--log-events": "e",
+        "--yes": None, "--no-report": None,
     }  # fmt: skip
     left_out = {
         "--help",
@@ -527,7 +533,7 @@ def test_a_learner_that_starts_again_keeps_its_options_and_resumes(
     assert command[:4] == ["python3", "-m", "echo.cli.main", "node"]
     parsed = node_parser().parse_args(command[4:])
     assert parsed.resume
-    assert parsed.set == ["run.name=a b"]
+    assert parsed.set == ["run.name=a b", "learner.init_from=w"]
     assert (str(parsed.config), str(parsed.log_events)) == ("run.toml", "e")
     assert parsed.yes
     assert parsed.no_report

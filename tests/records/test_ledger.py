@@ -600,7 +600,7 @@ def test_damage_is_named_by_its_record(tmp_path: Path, statement: str, named: st
         ledger.append(grant(group))
     ledger.close()
     edit(tmp_path, statement)
-    with pytest.raises(StorageError, match=rf"ledger.sqlite is damaged: .*{named}.*init_from"):
+    with pytest.raises(StorageError, match=rf"ledger.sqlite is damaged: .*{named}.*--init-from"):
         records(tmp_path)
 
 

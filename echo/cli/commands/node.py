@@ -783,10 +783,13 @@ def start_again(arguments: argparse.Namespace) -> None:
 
 def line_of_resume(arguments: argparse.Namespace) -> list[str]:
     """Return the command-line arguments that resume the same learner's run."""
+    sets = list(arguments.set)
+    if arguments.init_from:
+        sets.append(override_of("learner.init_from", arguments.init_from))
     line = ["--role", arguments.role, "--resume"]
     for option, value in (("--config", arguments.config), ("--log-events", arguments.log_events)):
         line += [] if value is None else [option, str(value)]
-    for each in arguments.set:
+    for each in sets:
         line += ["--set", each]
     for option, is_given in (("--yes", arguments.yes), ("--no-report", arguments.no_report)):
         line += [option] if is_given else []
@@ -803,6 +806,7 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
     given = {
         "--resume": arguments.resume,
         "--resume-or-begin": arguments.resume_or_begin,
+        "--init-from": arguments.init_from,
         "--no-report": arguments.no_report,
     }
     if role != "learner" and any(given.values()):
@@ -810,6 +814,8 @@ def configuration_of(arguments: argparse.Namespace) -> Config:
         raise ConfigError(f"{option} is for the learner; a {role} joins whatever the learner runs")
     if arguments.yes and not (arguments.resume or arguments.resume_or_begin):
         raise ConfigError("--yes accepts changes to a run that is resumed; it needs --resume")
+    if arguments.init_from:
+        overrides.append(override_of("learner.init_from", arguments.init_from))
     join = os.environ.get(ECHO_JOIN) if role != "learner" else None
     config = find_config_of(
         role, arguments.config, overrides, join=join, patience=not arguments.dry_run
@@ -1012,7 +1018,7 @@ def _check_changes(saved: Config, config: Config, *, accept_unsafe: bool) -> Non
     if unsafe and not accept_unsafe:
         raise ConfigError(
             f"the change of {', '.join(unsafe)} is not safe for this run; leave it as it was, "
-            "start a new run with learner.init_from, or insist with --yes"
+            "start a new run with --init-from, or insist with --yes"
         )
 
 

@@ -436,7 +436,7 @@ def _read_whole(path: Path) -> CheckpointInfo:
     if info.format != FORMAT:
         raise StorageError(
             f"{path} has format {info.format}, this release reads {FORMAT}; a new run starts from "
-            "exported weights with learner.init_from"
+            "exported weights with --init-from"
         )
     if not sums.exists():
         raise DamagedCheckpointError(f"{sums} is missing")
