@@ -205,7 +205,7 @@ def test_whoever_reads_from_outside_needs_the_tables_alone(tmp_path: Path) -> No
         counts = database.execute("SELECT kind, count(*) FROM records GROUP BY kind ORDER BY 1")
         assert counts.fetchall() == [("accepted", 2), ("discarded", 1), ("lineage", 1)]
         assert database.execute("SELECT min(at) FROM records").fetchone()[0] > 1.6e9
-        assert database.execute("PRAGMA user_version").fetchone() == (4,)
+        assert database.execute("PRAGMA user_version").fetchone() == (5,)
     assert int((tmp_path / "ledger.head").read_text()) == 4
     for seq, body, digest in rows:
         assert digest == blake3(seq.to_bytes(8, "little") + body.encode()).digest()
