@@ -173,6 +173,9 @@ class ObservedFleet:
     num_storing: int = 0
     """Number of groups that the learner writes to its disk."""
     num_standby: int = 0
+    """Workers that the learner has put on standby."""
+    num_held: int = 0
+    """Workers that an operator drains or keeps on standby."""
     joining: tuple[str, ...] = ()
     """Workers that have sent Hello but not yet Ready."""
     nodes: tuple[ObservedNode, ...] = ()
@@ -380,7 +383,9 @@ def describe_wait(fleet: ObservedFleet) -> str:
 def _without_workers(fleet: ObservedFleet) -> str:
     if fleet.joining:
         return f"{_names(fleet.joining)} {_verb(fleet.joining, 'is', 'are')} joining"
-    return "every worker is on standby" if fleet.num_standby else "no worker is connected"
+    if fleet.num_standby:
+        return "every worker is on standby"
+    return "an operator holds every worker" if fleet.num_held else "no worker is connected"
 
 
 def _missing(fleet: ObservedFleet) -> str:
@@ -415,7 +420,7 @@ def _others(number: int) -> str:
     return "1 other" if number == 1 else f"{number} others"
 
 
-def _verb(names: Sequence[str], singular: str, plural: str) -> str:
+def _verb(names: Sequence[object], singular: str, plural: str) -> str:
     return singular if len(names) == 1 else plural
 
 
@@ -460,6 +465,8 @@ def _no_worker(fleet: ObservedFleet) -> Explanation:
     elif fleet.num_standby:
         setting = "activation.mode"
         remedy = 'set activation.mode = "off" or raise activation.margin'
+    elif fleet.num_held:
+        remedy = "start workers, or give one of these back: echo-rl ctl resume NODE RUN"
     chain = f"{_missing(fleet)}: {_without_workers(fleet)}"
     return Explanation("no_worker", "workers", setting, chain, remedy)
 
@@ -634,7 +641,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
             "few_in_flight", "staleness bound", "sync.max_staleness",
             f"{chain} with {used:.0%} of the engines' places used: sync.max_staleness = "
             f"{fleet.max_staleness} admits no more groups",
-            remedy if is_idle else f"{remedy}, or add workers",
+            remedy if is_idle else f"{remedy}, or {_more_workers(fleet)}",
         )  # fmt: skip
     limited = [worker for worker in samplers if worker.num_places and not worker.is_saturated]
     is_few = bool(places) and max(places) * fleet.group_size <= FEW_ROLLOUTS
@@ -643,10 +650,18 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
         if few is not None:
             return few
     return Explanation(
-        "few_workers", "workers", "",
+        "few_workers", "workers", "activation.mode" if fleet.num_standby else "",
         f"{chain} all the time, which takes longer than a step",
-        "add workers, or lower sampling.max_completion_tokens",
+        f"{_more_workers(fleet)}, or lower sampling.max_completion_tokens",
     )  # fmt: skip
+
+
+def _more_workers(fleet: ObservedFleet) -> str:
+    """Return the remedy for too few workers; one that is added may be put on standby, too."""
+    if not fleet.num_standby:
+        return "add workers"
+    verb = _verb(range(fleet.num_standby), "is", "are")
+    return f'set activation.mode = "off" ({fleet.num_standby} {verb} on standby)'
 
 
 def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:

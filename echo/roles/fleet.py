@@ -94,17 +94,19 @@ class FleetView:
         scheduler, settings = self._scheduler, self._scheduler.settings
         members = self._roster.active()
         workers = [member.worker for member in members if member.role == "worker"]
+        resting = [m for m in self._roster.members("worker") if m.is_standby]
         newest = self._broadcast.newest_complete
         fresh, is_closed = scheduler.usable(workers, newest)
         return ObservedFleet(
             num_missing=settings.groups_per_step - len(scheduler.buffer),
             groups_per_step=settings.groups_per_step,
             group_size=settings.group_size,
-            max_staleness=settings.max_staleness,
+            max_staleness=scheduler.quota.max_staleness,
             hedge_factor=settings.hedge_factor,
             is_closed=is_closed,
             wait_reason=scheduler.wait_reason(workers, newest),
-            num_standby=len(self._roster.members("worker")) - len(workers),
+            num_standby=sum(member.hold is None for member in resting),
+            num_held=sum(member.hold is not None for member in resting),
             joining=tuple(self._roster.joining("worker")),
             nodes=tuple(
                 self._observe_worker(member, is_fresh=member.installed in fresh)

@@ -192,6 +192,19 @@ def test_a_wait_without_groups_has_its_reason(state: ObservedFleet, cause: str) 
     assert explained(state).cause == cause
 
 
+def test_a_fleet_with_workers_on_standby_is_not_asked_for_more() -> None:
+    found = explained(fleet(worker(), num_standby=1))
+    assert (found.cause, found.setting) == ("few_workers", "activation.mode")
+    assert found.remedy.startswith('set activation.mode = "off" (1 is on standby), or ')
+    assert explained(fleet(worker(), num_held=1)).remedy.startswith("add workers")
+
+
+def test_workers_that_an_operator_holds_are_for_the_operator_to_give_back() -> None:
+    found = explained(fleet(num_held=2))
+    assert found.chain.endswith("an operator holds every worker")
+    assert "ctl resume" in found.remedy
+
+
 def test_workers_that_are_joining_are_named_and_no_others_asked_for() -> None:
     state = fleet(joining=("w1", "w2"))
     assert describe_wait(state).endswith("w1 and w2 are joining")

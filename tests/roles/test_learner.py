@@ -240,6 +240,19 @@ def test_what_the_learner_waits_for_is_one_line_however_many_workers_there_are(
     assert len(text) < 500
 
 
+def test_a_wait_is_explained_with_the_bound_and_the_workers_of_the_operator(
+    hung_world: World,
+) -> None:
+    role = hung_world.node("learner").role
+    before = role.fleet.observe()
+    assert (before.num_standby, before.num_held) == (0, 0)
+    role.buffer.admission_staleness = before.max_staleness - 1
+    role.roster.hold("w1", "standby")
+    after = role.fleet.observe()
+    assert after.max_staleness == before.max_staleness - 1
+    assert (after.num_standby, after.num_held) == (0, 1)
+
+
 def test_every_event_of_a_learner_has_its_handler() -> None:
     modules = (learner, members, plans, results, review)
     found = {
