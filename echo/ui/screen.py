@@ -443,7 +443,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _bytes(value: float) -> str:
-    return format_bytes(value) if value else "-"
+    return format_bytes(value) if value >= 1 else "-"
 
 
 def _fitting_columns(nodes: Sequence[NodeStatus], width: int) -> tuple[list[_Column], str]:

@@ -207,6 +207,12 @@ class RunSummary:
     """Command lines that the user may try next."""
 
     @property
+    def resumed(self) -> str:
+        """The number of resumes as text, such as "once"; empty without one."""
+        times = self.num_lineages - 1
+        return "" if times == 0 else "once" if times == 1 else f"{times} times"
+
+    @property
     def tokens_per_s(self) -> float:
         """Accepted completion tokens per second of wall time."""
         return self.num_tokens / self.wall_time_s if self.wall_time_s > 0 else 0.0
@@ -275,10 +281,8 @@ def render_summary(summary: RunSummary) -> Group:
         (summary.run_dir.resolve().name, "bold"),
         f": {summary.num_steps} of {summary.max_steps} steps in {clock(summary.wall_time_s)}",
     )
-    if summary.num_lineages > 1:
-        num_resumes = summary.num_lineages - 1
-        times = "once" if num_resumes == 1 else f"{num_resumes} times"
-        title.append(f", resumed {times}", "yellow")
+    if summary.resumed:
+        title.append(f", resumed {summary.resumed}", "yellow")
     parts: list[RenderableType] = [title, Text(), _before_and_after(summary), Text()]
     parts += [*_staleness_rows(summary), Text(), _facts(summary)]
     if summary.commands:

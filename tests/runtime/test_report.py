@@ -71,6 +71,14 @@ def test_a_row_has_times_rates_and_staleness_of_its_step() -> None:
     assert "staleness/mean" not in again
 
 
+def test_loading_the_model_is_no_part_of_the_first_step() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    progress.begin("publishing", now=50.0)
+    progress.begin("", now=51.0)
+    row = progress.step_metrics({}, {}, step=1, bytes_sent=0, now=60.0)
+    assert row["time/step"] == 10.0
+
+
 def rewarded(group_id: int, *rewards: float) -> Group:
     group = make_group(group_id)
     [rollout] = group.rollouts[:1]

@@ -150,6 +150,11 @@ def test_node_table_shows_every_column_where_there_is_room(make_status: MakeStat
     assert [row.split()[0] for row in rows[1:]] == ["learner", "r1", "w2", "w10"]
 
 
+def test_a_rate_below_one_byte_per_second_is_no_rate(make_status: MakeStatus) -> None:
+    nodes = [replace(node, bytes_per_s=0.3) for node in make_status().nodes if node.node_id == "w2"]
+    assert screen.node_table(nodes, 100, 9)[1].plain.split()[5] == "-"
+
+
 def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
     nodes = [NodeStatus(node_id=f"w{i}", role="worker", state="generating") for i in range(30)]
     nodes[20] = NodeStatus(node_id="w20", role="worker", state="lost")

@@ -188,6 +188,8 @@ class Progress:
 
     def begin(self, activity: str, *, now: float) -> None:
         """Record that the learner begins `activity`; "" means a wait for groups."""
+        if self.activity == "starting":
+            self._stepped_at = now  # loading the model is no part of the first step
         self.activity = activity
         self.on_turn(activity, now)
         if not activity:

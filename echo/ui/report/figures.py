@@ -696,11 +696,12 @@ def _bars(
     `ends`.
     """
     names = sorted(values, key=lambda name: values[name])[-MAX_BARS:]
-    places = range(len(names))
+    places, least = range(len(names)), max(values.values()) / 1000
     axes.barh(places, [values[name] for name in names], 0.7, color=color)
     for place, name in zip(places, names, strict=True):
+        text = f"{values[name]:.3g}" if values[name] > least else "~0"
         axes.annotate(
-            f"{values[name]:.3g}", ((ends or values)[name], place), xytext=(3, 0), fontsize=7,
+            text, ((ends or values)[name], place), xytext=(3, 0), fontsize=7,
             va="center", textcoords="offset points", color="#555555",
         )  # fmt: skip
     axes.set_yticks(places, [short(name) for name in names], fontsize=8)

@@ -195,8 +195,8 @@ def _key_figures(run: ReportedRun) -> dict[str, str]:
         return {"steps": "0"}
     figures["steps"] = f"{summary.num_steps} of {summary.max_steps}"
     figures["time of the learner"] = clock(summary.wall_time_s)
-    if summary.num_lineages > 1:
-        figures["resumed"] = f"{summary.num_lineages - 1} times"
+    if summary.resumed:
+        figures["resumed"] = summary.resumed
     if summary.reward_before is not None and summary.reward_after is not None:
         change = _change(summary.reward_before, summary.reward_after)
         figures["reward"] = f"{change} (first and last {summary.num_reward_steps} steps)"
