@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 UNVERSIONED = PolicyVersion(0, 0)
-"""The version of weights that are loaded without a version. Real lineages begin at 1."""
+"""The version that weights get if `load` receives no version. Real lineages begin at 1."""
 
 KvCache = Literal["recompute", "keep"]
 
@@ -82,7 +82,8 @@ class Sampling:
     applied before top_k; 0 keeps all tokens.
     """
     likely_ids: int = 0
-    """Number of most likely ids of each token to record, with log-probabilities; 0 records no ids.
+    """Number of most likely ids that are recorded for each token, with log-probabilities; 0 for
+    none.
     """
     min_tokens: int = 0
     """Least number of tokens of a completion. Before this number is reached, no stop id can be
@@ -109,12 +110,15 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether top_k, top_p or min_p exclude tokens. Completions then record supports."""
+        """Whether top_k, top_p or min_p exclude tokens.
+
+        If so, each completion contains its supports.
+        """
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def has_support(self) -> bool:
-        """Whether completions record each token's support."""
+        """Whether each completion contains the support of each token."""
         return self.truncates or (not self.greedy and self.min_tokens > 0)
 
     def num_barred(self, num_tokens: int) -> int:
@@ -246,7 +250,7 @@ class Completion:
 
 
 def describe_nonfinite(completion: Completion) -> str:
-    """Return the message for a "nonfinite" completion, with place and likely causes."""
+    """Return the error text for a "nonfinite" completion, with the place and the likely causes."""
     version = PolicyVersion(*completion.policy_versions[-1].tolist())
     under = "" if version == UNVERSIONED else f" under {version}"
     return (
@@ -313,7 +317,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Install all weights of a version, in flight if `generate` runs.
+        """Install all weights of a version, also while `generate` runs.
 
         After the call, an engine with one version samples the next token from the new weights. An
         engine with several versions samples later calls from the new version. If no further version
@@ -331,7 +335,7 @@ class Engine(abc.ABC):
         """
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Patch the installed version, in flight like `load`.
+        """Patch the installed version, also while `generate` runs.
 
         Supported only if `takes_patches` is true. Sampling pauses while the changed words are
         written.
@@ -357,7 +361,9 @@ class Engine(abc.ABC):
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
-        """Sample one completion for each request, in their order.
+        """Sample one completion for each request.
+
+        Return the completions in the order of the requests.
 
         Args:
             requests: any number. If memory cannot hold all requests at once, they run in batches.
@@ -393,7 +399,7 @@ class Engine(abc.ABC):
         """
 
     def rollouts_in_memory(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts fit into memory if no setting limits them.
+        """Return how many rollouts fit into memory if no setting limits their number.
 
         Raises:
             EngineError: for the same reason as in `max_concurrent_rollouts`.
@@ -497,7 +503,7 @@ class VersionError(EngineError):
 
 
 class InstalledVersion:
-    """The installed version of an engine that holds one version. Thread-safe."""
+    """The installed version of an engine that holds only one version. Thread-safe."""
 
     def __init__(self) -> None:
         self._swap = threading.Lock()
@@ -585,7 +591,7 @@ class VersionSlots:
 
     @contextmanager
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
-        """Yield a slot for `version`, and the slot to unload or None.
+        """Yield a slot for `version`, and the slot to unload, or None if no slot must be unloaded.
 
         The `with` block loads `version` into the new slot and unloads the old slot's version, which
         no call uses. If a slot is free, no old slot is yielded. Otherwise `load` yields the oldest

@@ -19,7 +19,7 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def directory_here(model: ModelSection, *files: str) -> Path | None:
-    """Return a model's local directory, or None.
+    """Return a model's local directory; None if the model has none.
 
     A hub model has a local directory only if the cache holds all of its `files`.
 

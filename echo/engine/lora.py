@@ -64,7 +64,8 @@ class Lora:
     """Hugging Face directory with the base's weights."""
     rank: int
     alpha: int
-    """Numerator of the factor alpha / rank that scales the adapter's product B A."""
+    """Numerator of the factor alpha / rank, which scales the product of the adapter's two matrices.
+    """
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Last name parts of the modules to adapt. "all-linear" means every linear layer except the
     head.
@@ -344,7 +345,7 @@ def initial_adapter(section: LoraSection, init_from: str | None) -> Path | None:
 
 
 def base_name(model: ModelSection, lora: Lora, init_from: str | None) -> str:
-    """Return the base's name for other nodes: an absolute directory or a hub id."""
+    """Return the name by which other nodes find the base: an absolute directory or a hub id."""
     name = str(model.name)
     is_hub_id = not local_path(name).is_dir() and _is_models(lora, init_from)
     return name if is_hub_id else str(lora.base_dir.absolute())

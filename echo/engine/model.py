@@ -393,7 +393,7 @@ def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def shapes_in(directory: Path) -> dict[str, list[int]]:
-    """Return the shapes of a model directory's tensors, from its file headers.
+    """Return the shapes of a model directory's tensors, as read from the headers of its files.
 
     Raises:
         DataError: for the same reasons as in `load_directory`.
@@ -410,7 +410,7 @@ def shapes_in(directory: Path) -> dict[str, list[int]]:
 
 
 def check_weight_files(directory: Path, model: Any) -> None:
-    """Check by the file headers that a directory's weights belong to a model.
+    """Check from the headers of a directory's files that the weights in them belong to a model.
 
     If transformers translates the names in the files, only names that the files and the model share
     are compared.
@@ -776,7 +776,7 @@ NUM_TIMED = 5
 
 
 def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], str]:
-    """Return the faster dtype for a model on this CPU, and an explanation.
+    """Choose float32 or bfloat16 for a model on this CPU. Return the dtype and an explanation.
 
     If the dtype is float32, the explanation is empty.
 
@@ -816,7 +816,7 @@ def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], s
 def with_cpu_dtype(
     section: LearnerSection | WorkerSection, base_dir: Path
 ) -> tuple[LearnerSection | WorkerSection, str]:
-    """Resolve `dtype = "auto"` of a section for a CPU.
+    """If a section has `dtype = "auto"` and computes on a CPU, choose its dtype.
 
     Return the section, and a line about the choice; "" if nothing was chosen. For a GPU the section
     is unchanged.

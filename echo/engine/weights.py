@@ -54,7 +54,7 @@ from echo.weights.store.patches import Patch
 
 
 Weights: TypeAlias = Mapping[str, Tensor]
-"""Tensors by name, tied tensors once."""
+"""Tensors by name. Of tied tensors, only one is included."""
 
 CopyStream: TypeAlias = torch.cuda.Stream
 """CUDA stream on which a GPU copies weights while training runs."""
@@ -143,7 +143,7 @@ def find_places(
 def round_tensors(
     tensors: Weights, dtype: torch.dtype, unrounded: Set[str] = frozenset()
 ) -> dict[str, Tensor]:
-    """Return copies of weights, rounded as in a version.
+    """Return weights that are rounded like the weights of a published version.
 
     Arguments as for `lay_out`.
     """
@@ -251,8 +251,8 @@ class TensorChange:
 
     name: str
     where: Tensor | int
-    """Indices of the changed elements in the flattened tensor. If the elements are contiguous, only
-    the first index.
+    """Indices of the changed elements in the flattened tensor. If the elements are contiguous, this
+    is only the first index.
     """
     values: Tensor
     """New values of the elements, in the dtype of the image."""

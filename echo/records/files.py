@@ -19,7 +19,7 @@ _READ_BYTES = 16 << 20
 
 
 def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> int:
-    """Lock a directory for this process, until the descriptor is closed.
+    """Lock a directory for this process, until the returned descriptor is closed.
 
     Return the descriptor of the lock file. The end of the process also ends the lock.
 

@@ -134,7 +134,7 @@ class Accepted(Record, tag="accepted"):
     worker: str
     versions: tuple[PolicyVersion, ...]
     version_tokens: tuple[int, ...]
-    """The number of trainable tokens of each of `versions` when the group was accepted."""
+    """For each of `versions`, the number of trainable tokens when the group was accepted."""
     tokens: int
     """Number of completion tokens, masked ones included."""
     rewards: tuple[float, ...]
@@ -152,7 +152,7 @@ class Trained(Record, tag="trained"):
     staleness: dict[int, int]
     """Number of trained tokens by staleness."""
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    """For each group with masked stale tokens, the numbers of remaining tokens.
+    """For each group whose stale tokens were masked: the numbers of tokens that were trained.
 
     A group has one number for each remaining version.
     """
@@ -165,7 +165,7 @@ class Published(Record, tag="published"):
 
 
 class Sealed(Record, tag="sealed"):
-    """A published version was hashed; workers record the hashes that they installed."""
+    """A published version was hashed. Its hashes can be compared with those that workers record."""
 
     version: PolicyVersion
     root: str
@@ -263,7 +263,7 @@ class Operated(Record, tag="operated"):
     """The name that the operator stated."""
     act: str
     subject: str
-    """The node or the key of a setting; empty for the run."""
+    """The node, or the key of the setting, that the operation concerns; empty for the run."""
     value: str
     """The value of a setting."""
     outcome: str
@@ -296,7 +296,7 @@ def _tokens_by_version(group: Group) -> tuple[int, ...]:
 
 
 def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
-    """Return staleness -> number of the groups' trained tokens.
+    """Return, for each staleness, the number of the groups' trained tokens that have it.
 
     `consumed_at` is the number of optimizer steps done before the step that trains the groups.
     """
@@ -1053,7 +1053,7 @@ class LedgerState:
     """Paths of all files that were removed, relative to the run's directory."""
     last_removed: list[str] = field(default_factory=list)
     """Paths of the files that the last lineage has removed. Paths of earlier lineages are left out,
-    because a checkpoint of the same name may be newer.
+    because a newer checkpoint may have the same name as a removed one.
     """
 
 
@@ -1110,7 +1110,7 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
 def _steps_until(
     checkpoint: PolicyVersion, steps: Sequence[Trained], lineages: Sequence[Lineage]
 ) -> list[Trained]:
-    """Return the steps up to a checkpoint that no resume has made void.
+    """Return the steps up to a checkpoint, without the steps that a resume has made void.
 
     Raises:
         StorageError: as for `read_state`.
@@ -1138,7 +1138,7 @@ def _steps_until(
 
 @dataclass(slots=True)
 class LedgerTotals:
-    """Totals over the records of a run; only steps on the surviving line count."""
+    """Totals over the records of a run. Only steps on the surviving history count."""
 
     num_tokens: int = 0
     """Number of completion tokens of the accepted groups."""

@@ -32,12 +32,12 @@ class Holdings:
     """The contents of a run's directory; all paths are relative to this directory."""
 
     sizes: Mapping[str, int]
-    """Path -> bytes of every file, directory of a checkpoint, or other directory."""
+    """Path -> size in bytes of each entry of the directory, which is a file or a directory."""
     group_files: Mapping[str, float]
     """Path -> step of each group file, oldest first; a resume from a checkpoint before this step
     needs the file. The step is inf while a group in the file has not ended."""
     versions: Sequence[str]
-    """Images of older versions, which only an analysis of the mismatch reads, oldest first."""
+    """Images of versions that only an analysis of the mismatch reads, oldest first."""
     checkpoints: Sequence[StoredCheckpoint]
     """The complete checkpoints, oldest first."""
 

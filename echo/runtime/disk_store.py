@@ -71,7 +71,9 @@ from echo.weights.store.patches import Patch
 
 
 BATCH_BYTES = 1 << 20
-"""Bytes hashed per task of the pool. Starting a smaller task would take longer than hashing."""
+"""Number of bytes that one task of the pool hashes. A smaller task would take longer to start than
+to run.
+"""
 
 
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
@@ -190,7 +192,7 @@ class Pages:
 
     mapping: mmap.mmap
     path: Path | None = None
-    """Path of the mapped file; None for memory."""
+    """Path of the mapped file; None if the pages are only in memory."""
     _exporter: weakref.ref[npt.NDArray[np.uint8]] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
@@ -391,7 +393,9 @@ _OWN = re.compile(
 
 
 def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
-    """Return the store for network.store_dir (None for memory) and network.store_bytes.
+    """Return the store that network.store_dir and network.store_bytes describe.
+
+    If `directory` is None, the store is in memory.
 
     Raises:
         StorageError: if the directory cannot be used.
@@ -471,11 +475,11 @@ class DiskStore(MemoryStore):
     # --- in place --------------------------------------------------------------------------------
 
     def begin_patch(self, patch: Patch) -> None:
-        """Rename the image's file for the version that a patch will write."""
+        """Give the image's file the name of the version that a patch will write."""
         self._rename(patch.base, patch.base, patch.version)
 
     def cancel_patch(self, patch: Patch) -> None:
-        """Rename the image's file back to the patch's base version."""
+        """Give the image's file the name of the patch's base version again."""
         try:
             self._rename(patch.base, patch.version, patch.base)
         except OSError as error:
@@ -492,7 +496,7 @@ class DiskStore(MemoryStore):
         self._remove_later(self._path(base, "manifest"))
 
     def recover(self, run_id: str) -> list[Saved]:
-        """Return an earlier process's versions of this run, newest first.
+        """Return the versions of this run that an earlier process stored, newest first.
 
         Call this method in a thread, because it may take long, and before the first `create`. The
         other files of the earlier process are removed. If this process has stored versions of
@@ -531,7 +535,10 @@ class DiskStore(MemoryStore):
     # --- allocation and release ------------------------------------------------------------------
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
-        """Return pages of a preallocated temporary file; if that fails, pages of memory."""
+        """Allocate a temporary file, and return its pages.
+
+        If this fails, return pages of memory.
+        """
         assert self._run_hash
         try:
             try:

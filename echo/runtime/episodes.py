@@ -207,7 +207,10 @@ class EpisodeRunner:
         plays: Sequence[_Play],
         watcher: Watcher,
     ) -> None:
-        """Call a function for each episode in threads; set an episode's `fault` on RewardError."""
+        """Call a function for each episode in a thread.
+
+        A RewardError becomes the episode's `fault`.
+        """
 
         def guarded(play: _Play) -> None:
             try:

@@ -44,7 +44,8 @@ MAX_CHARACTERS = 200
 """Largest number of logged characters of a text. If a text is longer, its length is logged too."""
 
 MAX_DEPTH = 16
-"""Largest number of logged levels of a nested value, enough for all messages of nodes."""
+"""Largest number of levels of a nested value that are logged. No message of a node has more levels.
+"""
 
 
 class EventLog:

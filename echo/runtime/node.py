@@ -79,11 +79,12 @@ INTERRUPTED = "interrupted"
 STALL_S = 0.5
 """If a timer fires more than this many seconds late, the loop was blocked."""
 CATCH_UP_S = 0.2
-"""Seconds for which messages are read after the loop was blocked, before deadlines are checked."""
+"""After the loop was blocked, messages are read for this many seconds before deadlines are checked.
+"""
 LEAST_WAIT_S = 0.001
 """Shortest delay of a timer, seconds."""
 MAX_WORKERS = 8
-"""Largest number of threads that decode deltas and write chunks. Each handles some GB/s."""
+"""Largest number of threads that decode deltas and write chunks. Each thread handles some GB/s."""
 LINGER_S = 2.0
 """Seconds in which a node sends its last messages after its work has ended."""
 
@@ -321,9 +322,10 @@ class Node:
             self._finish_turn()
 
     def _connected(self, event: Connected) -> None:
-        """Report a link that this node has dialled, or a guest's link, to the role.
+        """Report a new link to the role if this node dialled it.
 
-        Other peers introduce themselves by their first message.
+        For a guest's link, call `on_guest`. Other peers introduce themselves by their first
+        message.
         """
         if event.address is not None:
             self.perform(self._role.connected(event.peer, now=self.now))
@@ -481,7 +483,10 @@ class DialingNode(Node):
         self.version_store = version_store
 
     def before_expire(self) -> None:
-        """Update the counter of the time for decoding and writing weights, for heartbeats."""
+        """Update the counter of the time spent on decoding and writing weights.
+
+        Heartbeats report this counter.
+        """
         self.role.counters.add("weights/busy_ms", self._weights_busy.take_ms(now=self.now))
 
     async def work(self) -> None:

@@ -34,7 +34,7 @@ from echo.wire.messages import Act, Message, Operation, Outcome, Refuse, Status,
 ANSWER_S = 10.0
 """Seconds within which a learner must answer a request."""
 ASK_S = 1.0
-"""Seconds between two statuses in a view of a run."""
+"""Seconds between two requests for the status while a run is shown."""
 AGAIN_S = 5.0
 """Seconds after which an unanswered request is repeated."""
 OPTIONS = TransportOptions(connect_timeout_s=5.0, max_redial_s=2.0, linger_s=0.5)
@@ -43,7 +43,7 @@ Answer = TypeVar("Answer")
 
 
 def operator_name() -> str:
-    """Return this user's name in the record of operations: user@host."""
+    """Return the name under which this user's operations are recorded: user@host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -239,7 +239,7 @@ async def _watch(target: Target, watcher: RunWatcher) -> None:
 
 
 class _Viewing:
-    """The state of a view: when the next status is requested, and whether one was shown."""
+    """The state of a view: when the next status is requested, and whether a status was shown."""
 
     def __init__(self, link: ViewerLink, watcher: RunWatcher) -> None:
         self._link, self._watcher = link, watcher

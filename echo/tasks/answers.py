@@ -65,7 +65,7 @@ def extract_answer(completion: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in a normal form, so that equal answers are more often the same text.
+    """Return an answer in a normal form, in which equal answers often have the same text.
 
     Currency signs, percent signs, units, thousands separators and full stops are removed.
     """

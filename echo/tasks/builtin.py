@@ -91,7 +91,7 @@ class AdditionTask(GeneratedTask):
 
 
 def add_in_columns(left: str, right: str, *, is_forgetful: bool) -> str:
-    """Return scratchpad and sum of two numbers of equal length.
+    """Return the scratchpad and the sum of two numbers of equal length.
 
     If `is_forgetful`, every carry is forgotten.
     """
@@ -146,7 +146,7 @@ class CountdownTask(GeneratedTask):
         return {"digits": [int(digit) for digit in digits], "target": int(target)}
 
     def right_completion(self, example: Example) -> str:
-        """Return an expression for the example's target, by a random search."""
+        """Return an expression for the example's target. A random search finds the expression."""
         rng, digits = random.Random(str(example.prompt)), list(map(str, example.answer["digits"]))
         while True:  # there are only some thousand expressions
             rng.shuffle(digits)

@@ -77,7 +77,7 @@ class Environment(Task):
 
     @abc.abstractmethod
     def begin(self, example: Example) -> Any:
-        """Return the state of a new episode: any object, for the other methods."""
+        """Return the state of a new episode: any object. The other methods receive this object."""
 
     @abc.abstractmethod
     def reply(self, state: Any, text: str) -> Reply | Awaitable[Reply]:

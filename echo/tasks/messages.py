@@ -24,8 +24,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "prompter": "user"} | dict.fromkeys(
     ("ai", "bot", "chatbot", "gpt", "model"), "assistant"
 )
-"""Other role names in datasets -> the usual role. A chat template would write the other name
-unchanged.
+"""Unusual name of a role in a dataset -> the usual name. A chat template would write the unusual
+name unchanged.
 """
 
 

@@ -99,7 +99,7 @@ class MixtureTask(Environment):
         return self.part_of(example).rewards(example, completions)
 
     def begin(self, example: Example) -> Any:
-        """Start an episode of the example's task, and return its state."""
+        """Start an episode of the example's task, and return the episode's state."""
         task = self.part_of(example)
         own = task.begin(example) if isinstance(task, Environment) else [example, ""]
         return _when_begun(task, own) if inspect.isawaitable(own) else (task, own)
@@ -121,7 +121,7 @@ class MixtureTask(Environment):
         return reward
 
     def end(self, state: Any) -> Awaitable[None] | None:
-        """Release the state of an episode at its task."""
+        """Let the episode's task release the state of the episode."""
         task, own = state
         return task.end(own) if isinstance(task, Environment) else None
 

@@ -73,7 +73,7 @@ Value = Any
 
 
 class RewardSum:
-    """The reward of a dataset's answers, from one function or a weighted sum."""
+    """Computes the rewards of answers, by one function or as a weighted sum of several."""
 
     def __init__(self, spec: object, columns: Mapping[str, str]) -> None:
         """Import the functions that `spec` names.
@@ -128,7 +128,7 @@ class RewardSum:
         return self._combined([each.one(example, completion) for each in self._functions])
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return the rewards of all answers to a prompt, each as in `one`.
+        """Return the rewards of all answers to a prompt, each as `one` would return it.
 
         If a function is async, the result is awaitable.
         """

@@ -128,7 +128,7 @@ class Limits:
 
 
 class TaskHost(abc.ABC):
-    """Executes the calls of a task's code, for any thread.
+    """Executes calls of a task's code. Any thread may use it.
 
     The host counts the calls, their milliseconds and their faults, under names that begin with
     `env/`.
@@ -251,7 +251,7 @@ class TaskHost(abc.ABC):
         """
 
     def _bounded(self, call: TaskCall, value: Any) -> Any:
-        """Return the value of a call whose rewards are within the limit.
+        """Return the value of a call after checking that its rewards are within the limit.
 
         A reward in parts becomes a PartedReward, which is the sum of the parts.
 
@@ -323,7 +323,7 @@ class Episode:
 
 
 class LaterHost(TaskHost):
-    """Gives every answer the reward 0. Another process computes rewards later."""
+    """Gives every answer the reward 0, because the learner computes the real rewards later."""
 
     def __init__(self) -> None:
         super().__init__("later", Limits(score_s=1.0, step_s=1.0))

@@ -1,4 +1,4 @@
-"""The class Task, which gives prompts and rewards the answers.
+"""The class Task, which makes prompts and computes the rewards of answers.
 
 A task is the one small class that a user writes. The learner calls `example` and sends the
 `Example` inside a lease. A worker calls `reward` with that example and needs no dataset. So an
@@ -47,7 +47,7 @@ from echo.tasks.neighbours import INSTALLED, neighbours_of, relative_level
 SPLITS = ("train", "heldout")
 
 HELDOUT_ONE_IN = 10
-"""If a task splits prompts by hash, one prompt in this number is held out."""
+"""If a task splits prompts by hash, one in this number of prompts is held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Example:
     info: dict[str, Any] = field(default_factory=dict)
     """Further data for `reward`."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the example's row, if it comes from a dataset."""
+    """All columns of the example's row apart from prompt, answer and info; empty without a row."""
     task: str = ""
     """The name of the example's task in a mixture; otherwise empty."""
     source: str = ""
@@ -104,7 +104,7 @@ Rewards: TypeAlias = Sequence[Opinion] | Awaitable[Sequence[Opinion]]
 
 
 class Task(abc.ABC):
-    """A source of prompts that also rewards the answers.
+    """A source of prompts, which also computes the rewards of the answers.
 
     The constructor of a subclass gets the settings in [task.options] as keyword arguments. The
     constructor must not read datasets, since a worker builds the same task and has no datasets.
@@ -143,7 +143,7 @@ class Task(abc.ABC):
         return type(self).rewards is not Task.rewards
 
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
-        """Return the rewards of a group's answers, in order, each as from `reward`.
+        """Return the rewards of a group's answers, in order, each as `reward` would return it.
 
         A task overrides this method to compare the answers to a prompt. For a single answer
         `reward` is called. The method may be `async`.
@@ -166,7 +166,7 @@ class Task(abc.ABC):
         return []
 
     def examine(self, fault_of: Callable[[Example], str]) -> None:  # noqa: B027, most have no rows
-        """Check each row before a run with `fault_of`.
+        """Before a run, check each row with `fault_of`.
 
         `fault_of` returns what is wrong with an example, or "".
 
@@ -180,7 +180,7 @@ class Task(abc.ABC):
         return []
 
     def data_problems(self) -> list[str]:
-        """Return the faults of datasets that can be checked without a download."""
+        """Return the faults of the datasets that can be found without a download."""
         return []
 
     def parts(self) -> list[Task]:
@@ -188,7 +188,7 @@ class Task(abc.ABC):
         return []
 
     def source_files(self) -> list[Path]:
-        """Return the files with code that `reward` calls, except the class's file."""
+        """Return the files with code that `reward` calls, except the file of the task's class."""
         return []
 
 
@@ -456,7 +456,7 @@ def _find_modules(value: object) -> Iterator[str]:
 
 
 def _hash_files(files: list[Path]) -> str:
-    """Return one hash of the files, with line ends as on Unix."""
+    """Return one hash of the files. Line ends are hashed as on Unix."""
     digest = blake3()
     for path in files:
         content = path.read_bytes().replace(b"\r\n", b"\n")
@@ -485,7 +485,7 @@ def _neighbours(name: str, path: Path) -> dict[str, Path]:
 
 
 def _place_of(name: str, path: str) -> Path:
-    """Return this worker's path of a module whose path at the learner is `path`."""
+    """Return the path on this worker of a module that has the path `path` on the learner."""
     if name.endswith(".py"):
         return local_path(name).absolute()
     last = Path(path).name
@@ -686,7 +686,7 @@ def _is_pythons_own(path: Path) -> bool:
 
 
 _CLAIMS: dict[str, dict[str, Path]] = {}
-"""For each imported file, its neighbours by imported name."""
+"""For each imported file: the path of each neighbour, by the name under which it is imported."""
 
 _OWN: dict[str, Path] = {}
 """Top-level module names of users' files, with the directory of each."""

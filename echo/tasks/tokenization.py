@@ -405,7 +405,7 @@ class TextCodec:
         return own if has_bos and ids == [own[0], *own] else ids  # the text has <bos> already
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a text from `render`.
+        """Return the token ids of a text that `render` returned.
 
         Control tokens with a `MARK` are encoded as text, without the mark.
 
@@ -726,7 +726,7 @@ def tokenizer_digests(
 
 
 def asset_files(directory: str | Path) -> dict[str, Path]:
-    """Return the files for a worker without a model directory, by name.
+    """Return the files that a worker without a model directory needs, by name.
 
     No file has weights or code.
 

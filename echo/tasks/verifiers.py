@@ -88,7 +88,7 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's own tools, or of the environment's tools."""
+        """Return the schemas of the row's tools. If the row has none, return the environment's."""
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None
@@ -240,7 +240,7 @@ class _Session:
 
 
 def _parts(rubric: Any, scores: Mapping[str, float], reward: float) -> dict[str, float]:
-    """Return each function's weighted score; nothing if the sum is not the reward.
+    """Return each function's weighted score. If the scores do not add up to the reward, return {}.
 
     A rubric of one function has no parts, and a function with weight 0 is left out. The sum differs
     if two functions have the same name, or if the rubric computes its reward in another way.

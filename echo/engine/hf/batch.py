@@ -32,7 +32,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform_at(seeds: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float64]:
-    """Return a uniform number in [0, 1) for each seed.
+    """For each seed, return the number at `step` of the seed's random stream, uniform in [0, 1).
 
     The generator is a counter-based SplitMix64 (Steele, Lea and Flood, 2014). The seeds are hashed
     first. Otherwise neighbouring seeds would give the same stream, shifted by one step.
@@ -141,7 +141,7 @@ def _supports(logprobs: Tensor) -> TokenSets:
 
 
 def most_likely(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return each row's k = `sampling.likely_ids` most likely ids.
+    """Return the k most likely ids of each row, where k is `sampling.likely_ids`.
 
     Args:
         logits: [B, V] in any floating-point dtype.
@@ -207,7 +207,7 @@ class StaticBatch:
         self._reasons: list[FinishReason] = ["abort"] * num_rows
         self._stop_ids = np.array(sampling.stop_ids, np.int64)
         self._turns = [request.turn_ids for request in requests]
-        """For each request, the tokens of its present turn that were sampled before."""
+        """For each request, the tokens of its present turn that earlier calls have sampled."""
         self._num_barred = np.array([sampling.num_barred(len(turn)) for turn in self._turns])
         self._rows = np.arange(num_rows)
         self._is_running = np.ones(num_rows, np.bool_)
@@ -266,7 +266,7 @@ class StaticBatch:
         return self._prompts[used], mask, torch.from_numpy(prompt_of_row)
 
     def final_mask(self) -> Tensor | None:
-        """Return the mask [B, L + T] of all rows at full length; None if nothing is padded."""
+        """Return the mask [B, L + T] for rows of full length; None if no row is padded."""
         if self._mask is None:
             return None
         shown = self._mask[self._prompt_of_request[self._rows]]
@@ -356,7 +356,7 @@ class StaticBatch:
         self._likely_logprobs[rows, step, k:] = -np.inf
 
     def compact(self) -> npt.NDArray[np.int64] | None:
-        """Drop the ended rows if these are a quarter of the batch.
+        """Drop the ended rows if they are at least a quarter of the batch.
 
         Return the indices of the rows that are kept, or None if no row was dropped.
         """

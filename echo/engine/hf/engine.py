@@ -250,7 +250,10 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use tensors of the right dtype and device as parameters, and copy all others."""
+        """Use the tensors as parameters if all dtypes and devices are right.
+
+        Otherwise copy them.
+        """
         if self._adapter is not None:
             for name, tensor in tensors.items():
                 self._adapter[name].copy_(tensor)
@@ -270,7 +273,10 @@ class TransformersEngine(Engine):
             places[name].copy_(tensor)
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Write the changed words into the image and, between two tokens, into the parameters."""
+        """Write the changed words into the image.
+
+        Write them into the parameters between two tokens.
+        """
         with self._installed.swap(patch.version):
             if not self._is_view:
                 with self._whole_or_not_at_all(patch, image):
@@ -384,7 +390,10 @@ class TransformersEngine(Engine):
         return weight_bytes(self.model.state_dict())
 
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts fit beside the weights. Raise EngineError if none fits."""
+        """Return how many rollouts fit into memory beside the weights.
+
+        Raise EngineError if none fits.
+        """
         number = self._num_rollouts(prompt_tokens, completion_tokens)
         if number < 1:
             weights, one = self._needs(prompt_tokens, completion_tokens)
@@ -525,7 +534,7 @@ def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Te
 
 
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Reorder a cache: row i becomes the present row `rows[i]`, for each i below B.
+    """Reorder the rows of a cache. The new row i is the present row `rows[i]`.
 
     An index may occur several times in `rows`, [B]. The method for beam search is used, because
     `batch_select_indices` of transformers leaves out the states of convolutions and of linear

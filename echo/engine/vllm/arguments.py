@@ -218,7 +218,10 @@ def _count(passed: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _set_environment(*, is_cpu: bool, num_workers: int, num_threads: int) -> None:
-    """Set environment variables that vLLM reads at import, except variables that are set."""
+    """Set environment variables that vLLM reads at import.
+
+    Variables that are already set are kept.
+    """
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -377,7 +380,7 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return vLLM's arguments that keep the adapters loaded, and one more for the probe."""
+    """Return vLLM's arguments that keep all adapters loaded, and one more adapter for the probe."""
     # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 

@@ -166,7 +166,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def num_sampled(self) -> dict[str, int]:
-        """Return the number of tokens sampled so far, by id of each running request."""
+        """Return how many tokens each running request has sampled so far, by the request's id."""
 
     @abc.abstractmethod
     def update(self, weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
@@ -530,7 +530,7 @@ class InlineBackend(Backend):
         core.resume_scheduler()
 
     def find_placement_fault(self) -> str:
-        """Ask vLLM's worker between two steps, and return its answer."""
+        """Ask vLLM's worker, between two steps, why it cannot take patches. Return the answer."""
         [why] = self._between_steps(lambda: self._engine.collective_rpc("find_placement_fault"))
         return str(why)
 

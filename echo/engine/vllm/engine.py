@@ -409,7 +409,7 @@ def make_params(
 
 
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
-    """Return the `sampling.likely_ids` most likely ids of each token.
+    """Return the k most likely ids of each token, where k is `sampling.likely_ids`.
 
     vLLM also returns the sampled id. If this id is less likely, it is left out.
     """
@@ -428,8 +428,8 @@ def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
 log = logging.getLogger(__name__)
 
 FIRST_SET_IDS = 1024
-"""Number of most likely ids that vLLM is asked for at each token, at first. Whenever a support has
-more ids, the number is multiplied by four. vLLM sends all of these ids, so a larger number would
+"""Number of most likely ids that vLLM first returns for each token. Whenever a support has more ids
+than that, the number is multiplied by four. vLLM sends all of these ids, so a larger number would
 cost time for each token.
 """
 
@@ -562,14 +562,14 @@ class VllmEngine(Engine):
         self._versions: dict[str, PolicyVersion | None] = {}
         self._good: _Installed | None = None
         self._patch_fault = ""
-        """The reason, last logged, why vLLM cannot take patches."""
+        """The last logged reason why vLLM cannot take patches."""
         self._is_misplaced = False
         """Whether a patch has failed the probe while the whole version passed it."""
         self.takes_patches = lora is None
         self._num_restarts = 0
         self._is_closed = False
         self.num_set_ids = min(FIRST_SET_IDS, self._probe.vocab_size)
-        """Number of likely ids of each token to request where the sampling truncates."""
+        """Number of likely ids to request for each token if the sampling truncates."""
         self.space = CacheCapacity()
         """Free capacity of vLLM's KV cache and batch, shared by all calls."""
         self._backend = self._start(is_first=True)
@@ -586,7 +586,7 @@ class VllmEngine(Engine):
         return self._installed.installed
 
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
-        """Swap and probe weights while rollouts run.
+        """Swap the weights while rollouts run, and probe the new weights.
 
         If the probe fails, restore the previous version. Adapters are loaded beside each other,
         while rollouts continue.
@@ -600,7 +600,7 @@ class VllmEngine(Engine):
             self._swap(version, lambda: self._install(new))
 
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
-        """Write a patch to the image and to vLLM, and probe it.
+        """Write a patch to the image and to vLLM, and probe the patched weights.
 
         If the probe fails, roll back.
         """
@@ -868,7 +868,10 @@ class VllmEngine(Engine):
     def _load_adapter(
         self, slot: VersionSlot, unloaded: VersionSlot | None, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Replace an old adapter by a new adapter and probe it, while rollouts continue."""
+        """Replace an old adapter by a new adapter while rollouts continue.
+
+        Probe the new adapter.
+        """
         # Copied: the caller's memory is valid only during `load`, these tensors are kept longer.
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         weights = self._expected(copies, slot.version)

@@ -1,4 +1,4 @@
-"""Launches of vLLM, with smaller arguments after a shortage of memory.
+"""Launches of vLLM. After a shortage of memory, vLLM is launched again with smaller arguments.
 
 * If memory runs out at vLLM's first start, fewer versions of the adapter are kept. If their number
   cannot be lowered further, or at a later start, the number of concurrent rollouts is halved.
@@ -60,7 +60,9 @@ class Launcher:
         self._process: Process = process
         self._num_threads = num_threads
         self.num_versions = num_versions
-        """Versions of the adapter that are kept side by side; the first launch may lower it."""
+        """Number of versions of the adapter that are kept loaded; the first launch may lower this
+        number.
+        """
         self.concurrency = Concurrency()
         """The limit on concurrent rollouts, which each shortage of memory halves."""
 

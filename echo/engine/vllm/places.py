@@ -102,7 +102,7 @@ def _check_layers(model: nn.Module) -> None:
 
 
 def _trace(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, destination, source) of each copy by the model's loader."""
+    """Yield (name, destination, source) of each copy that the model's loader makes."""
     shadows = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     names = {_storage(shadow): name for name, shadow in shadows.items()}
     before = [(module, *each) for module in model.modules() for each in _own(module)]
@@ -238,7 +238,7 @@ def _kind(change: TensorChange) -> tuple[str, str, bool]:
 
 @torch.no_grad()
 def store_changes(joined: Iterable[JoinedChanges], places: Mapping[str, Tensor]) -> None:
-    """Write changes into their tensors' places, all on one device."""
+    """Write changes into the places of their tensors. All places must be on one device."""
     device = next(iter(places.values())).device
     for each in joined:
         for change in JoinedChanges(each.data.to(device), each.pieces):

@@ -57,11 +57,11 @@ log-probabilities do not count in the mean.
 
 NUM_ROUNDINGS = 2.0
 """Allowed difference, as a multiple of the measured effect of rounding. vLLM rounds in another
-order and so differs by 1.5 times that effect (bench/bench_probe.py).
+order than transformers, so the two differ by 1.5 times that effect (bench/bench_probe.py).
 """
 
 ALLOWED = {"float32": (2e-4, 2e-4), "float16": (0.01, 0.03), "bfloat16": (0.05, 0.15)}
-"""Lower and upper bound of the mean difference that is allowed, nats per token, by vLLM's dtype."""
+"""vLLM's dtype -> lower and upper bound of the allowed mean difference, nats per token."""
 
 MAX_DRIFT = 1.0
 """A new prompt is made when the prompt has become less likely by this number of nats per token."""
@@ -138,8 +138,8 @@ class SwapProbe:
         """
         self._allowed = self._least
         self._is_wide = False
-        """Whether every version is compared with a pass in float32, or only a version that
-        deviates.
+        """Whether every version is compared with a pass in float32. If false, only a version that
+        deviates is compared with such a pass.
         """
         self._lock = threading.RLock()
         """Lock that is held while the model's weights are replaced or used."""

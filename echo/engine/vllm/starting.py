@@ -1,4 +1,4 @@
-"""Starts of vLLM: remedies of failed starts, and one start per GPU at a time."""
+"""Starts of vLLM: remedies for failed starts, and a lock for one start per GPU at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight transfer backend in vLLM's own update lifecycle.
+"""The backend through which vLLM updates the weights of its worker processes.
 
 vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in each of its worker
 processes while generation is paused. If vLLM runs in our own process, the weights come from a
@@ -132,7 +132,7 @@ def _read(update_info: TransferUpdate) -> Iterator[tuple[str, Tensor]]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Repack a tied head, because vLLM 0.32 on a CPU does not.
+    """Repack a tied head, because vLLM 0.32 on a CPU does not repack it.
 
     On a CPU, vLLM keeps a packed copy of each linear layer's weights. It repacks the copy when the
     layer receives weights. A head tied to the embedding receives no weights itself, so its packed
@@ -145,7 +145,7 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 def _repack_experts(model: nn.Module) -> None:
-    """Repack reloaded experts, because vLLM 0.32 on a CPU does not.
+    """Repack reloaded experts, because vLLM 0.32 on a CPU does not repack them.
 
     vLLM's CPU kernel for experts needs the weights in its own order. vLLM reorders the weights only
     when it starts.

@@ -62,10 +62,10 @@ class AgentParts:
     """The sampling settings of the run."""
     group_size: int
     window: int
-    """Largest number of tokens in a sequence that the model takes."""
+    """Number of tokens of the longest sequence that the model takes."""
     max_session_tokens: int
     max_rollout_tokens: int
-    """Largest number of tokens in a rollout, summed over the chains of its session."""
+    """Largest number of tokens in a rollout, which contains all chains of a session."""
     session_timeout_s: float
     model_name: str
     listen: str
@@ -316,7 +316,7 @@ class Agents:
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return a context's tokens, the earlier call that the context continues, and its text.
+        """Return a context's tokens, the earlier call that it continues, and the context's text.
 
         The call is None if the context continues no earlier call. Runs in a thread.
         """

@@ -28,7 +28,7 @@ class Dialogue:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return the text that the chat template makes of messages (`TextCodec.render`).
+        """Render messages by the chat template, and return the text; see `TextCodec.render`.
 
         Raises:
             DataError: if there is no chat template, if the template does not support tools, or if
@@ -101,7 +101,10 @@ class Dialogue:
 
 
 def _after(text: str, length: int) -> str:
-    """Return the text after its first `length` characters. `MARK` is not counted."""
+    """Return `text` without its first `length` characters.
+
+    A `MARK` does not count as a character.
+    """
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:
         end = length + num_marks

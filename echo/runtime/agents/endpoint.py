@@ -63,7 +63,7 @@ class SlowBodyError(EchoError):
 
 MAX_BODY_BYTES = 16 << 20
 LARGE_BODY_BYTES = 256 << 10
-"""Bodies above this size in bytes, or of unknown size, are large.
+"""A body is large if it has more bytes than this number, or if its size is unknown.
 
 At most MAX_LARGE_BODIES large bodies are read at the same time.
 """
@@ -88,7 +88,9 @@ _STATUSES: tuple[tuple[type[EchoError], int], ...] = (
     (BodyError, 400),
     (DataError, 400),
 )
-"""HTTP statuses of errors: the first matching class determines the status, else 500."""
+"""Class of errors -> HTTP status. The first class that matches an error determines its status. If
+no class matches, the status is 500.
+"""
 _SERVED = (
     "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also behind /sessions/ID; "
     "give a client a base URL that ends in /v1"
@@ -299,7 +301,7 @@ TOKEN_VARIABLE = "ECHO_AGENT_TOKEN"
 
 
 async def serve(agents: Agents, *, log: logging.Logger) -> None:
-    """Serve agents until cancelled; write the address and the token to a file.
+    """Write the endpoint's address and token to a file, and serve agents until cancelled.
 
     Raises:
         TransportError: if the address cannot be bound.

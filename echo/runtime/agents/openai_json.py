@@ -1,4 +1,4 @@
-"""Read the bodies of OpenAI's calls, and write their answers."""
+"""Read calls in OpenAI's format, and write the answers in this format."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class _Body(msgspec.Struct):
-    """The fields that both kinds of calls have.
+    """The fields that chat calls and text calls have in common.
 
     A call with a field in `_UNABLE` is refused if the field would change the answer. Any other
     unknown field is ignored.
@@ -187,7 +187,7 @@ class ChatAnswer:
         }
 
     def whole(self, turn: Turn) -> dict[str, Any]:
-        """Return the answer to a call without `stream`."""
+        """Return the answer as one object, for a call whose `stream` is false."""
         completion = turn.completion
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason(turn)}
         if self._is_chat:
@@ -208,7 +208,7 @@ class ChatAnswer:
         }
 
     def events(self, turn: Turn) -> list[dict[str, Any]]:
-        """Return the events of the answer to a call with `stream`.
+        """Return the answer as events, for a call whose `stream` is true.
 
         The events are the text, the end and, if requested, the usage. As in OpenAI's answers, text
         and end are separate events, because some clients ignore text in the last event.

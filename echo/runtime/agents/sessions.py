@@ -1,4 +1,4 @@
-"""Sessions of outside agents, and the groups of rollouts made of their calls.
+"""Sessions of outside agents, and the groups of rollouts that are made from the sessions' calls.
 
 A lease with group size G becomes G episodes. An agent that begins an episode gets a session. The
 session records the tokens of each call. When the session gets its reward, all its calls become one
@@ -27,7 +27,9 @@ from echo.wire.messages import Lease
 MAX_EPISODE_ATTEMPTS = 3
 """A group is given up if one of its episodes has had this many attempts."""
 MAX_SESSION_CALLS = 1024
-"""Largest number of calls of a session, which bounds the memory of an agent in a loop."""
+"""Largest number of calls of a session. Without this limit, an agent in an endless loop would fill
+the memory.
+"""
 
 
 class SessionError(EchoError):
@@ -204,7 +206,7 @@ class Episodes:
         return True
 
     def take_abandoned(self) -> int:
-        """Return the number of newly abandoned tokens, and reset this number.
+        """Return the number of tokens abandoned since the last call of this method.
 
         Abandoned tokens are those of sessions that were given up, and of rewarded sessions whose
         lease was given up.
@@ -213,7 +215,10 @@ class Episodes:
         return number
 
     def expire(self, *, now: float) -> list[tuple[Lease, str]]:
-        """Free the episodes of silent agents; return each given-up lease and its reason."""
+        """Free the episodes of silent agents.
+
+        Return each lease that was given up, and the reason.
+        """
         given_up = []
         late = [
             session
@@ -260,7 +265,7 @@ class Episodes:
 def group_of(
     lease: Lease, worker_id: str, outcomes: Sequence[SessionOutcome], *, max_tokens: int
 ) -> tuple[Group, int]:
-    """Make a group of a lease's finished episodes.
+    """Make a group from a lease's finished episodes.
 
     Args:
         lease: the lease.

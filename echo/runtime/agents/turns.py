@@ -73,7 +73,7 @@ def num_sampled_of(turns: Iterable[Turn]) -> int:
 
 
 class TokenTree:
-    """The tokens of calls as a tree; calls share the tokens of common beginnings.
+    """A tree of the tokens of calls. Calls that begin with the same tokens share these tokens.
 
     A token's place is its index in the tree; the first token has place 0.
     """
@@ -92,9 +92,13 @@ class TokenTree:
         self._branches: list[tuple[int, int]] = []
         self._starts: list[int] = []  # of all pieces
         self._begun: dict[tuple[int, int], int] = {}
-        """Start of the first piece, by the place before it (-1 if none) and its first token."""
+        """(place, token) -> start of the first piece that follows this place and begins with this
+        token. The place is -1 for a piece that follows no place.
+        """
         self._parts: list[tuple[Completion | None, int]] = []
-        """(completion, number of its tokens); None instead of a completion for context tokens."""
+        """The parts of the tree in order: (completion, number of tokens). For tokens of a context,
+        the completion is None.
+        """
         self._ends: dict[Turn, int] = {}
         for turn in turns:
             self._add(turn)

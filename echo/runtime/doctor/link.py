@@ -72,11 +72,13 @@ FIRST_PROBE_BYTES, MAX_PROBE_BYTES = 64 << 10, 8 << 20
 LEAST_FILE_BYTES = 256 << 10
 """Size of the smallest file whose transfer is used to measure the rate."""
 ENOUGH_S = 0.5
-"""A probe of at least this many seconds is large enough to measure the rate."""
+"""A probe that takes at least this many seconds is large enough to measure the rate."""
 LONG_RTT_S = 0.4
 SLOW_BYTES_PER_S = 1e6
 LONG_SKEW_S = 1.0
-"""If the clocks differ by more seconds than this plus the error, the doctor warns."""
+"""The doctor warns if the clocks differ by more than this number of seconds plus the measurement
+error.
+"""
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -92,7 +94,7 @@ class LinkReport:
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
     welcome: Welcome | None = None
-    """The learner's signed answer."""
+    """The learner's signed answer to this machine's Hello."""
     skew_s: float | None = None
     """How far the learner's clock is ahead of this machine's clock, seconds."""
     skew_error_s: float = 0.0

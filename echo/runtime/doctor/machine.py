@@ -31,7 +31,7 @@ class Finding:
     """The result of one check."""
 
     level: Level
-    """"failed" if a node would not work, "warning" if it would work badly."""
+    """"failed" if a node would not work, "warning" if the node would work badly, otherwise "ok"."""
     name: str
     """The thing that was checked, in one to three words."""
     text: str
@@ -72,7 +72,10 @@ def installed_versions() -> dict[str, str]:
 def check_packages(
     installed: Mapping[str, str], locked: Mapping[str, Iterable[str]]
 ) -> Iterator[Finding]:
-    """Compare the installed packages with the locked versions, with which Echo was tested."""
+    """Compare the versions of the installed packages with the locked versions.
+
+    Echo was tested with the locked versions.
+    """
     # A local label such as +cpu names a build of the same version.
     others = {
         name: version
@@ -215,7 +218,7 @@ def check_disk(
 
 
 def check_ledger(directory: Path) -> Iterator[Finding]:
-    """Check that the volume can hold a ledger, by making a temporary one."""
+    """Check that the volume can hold a ledger, by creating a temporary ledger."""
     try:
         with tempfile.TemporaryDirectory(dir=directory) as place:
             Ledger(Path(place), spool_bytes=1 << 20).close()
@@ -253,6 +256,9 @@ def check_run_dir(run_dir: Path, *, min_free_bytes: int) -> Iterator[Finding]:
 
 
 def check_python() -> Iterator[Finding]:
-    """Report the version of the running Python. Echo does not start on an unsupported Python."""
+    """Report the version of the running Python.
+
+    No check is needed, because Echo does not start on an unsupported Python.
+    """
     number = ".".join(map(str, sys.version_info[:3]))
     yield Finding("ok", "Python", f"{number}, {sys.executable}")

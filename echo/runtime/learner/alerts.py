@@ -110,7 +110,7 @@ class Alerts:
         return DivergedError(what, good_step=alert.good_step or 0)
 
     def nonfinite(self, text: str) -> None:
-        """Raise the alert on NaN or infinity in gradients or weights."""
+        """Raise an alert because gradients or weights contain NaN or infinity."""
         self._raise(self._rules.failed(self._role.step, text, now=self._clock()))
 
     def step_failed(self, error: StepError) -> None:

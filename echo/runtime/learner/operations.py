@@ -26,7 +26,10 @@ MAX_LISTED = 8
 
 
 class Operations:
-    """Carries out operations. Each returns text on what was done, or raises ConfigError."""
+    """Carries out operations.
+
+    Each operation returns a text that says what was done, or raises ConfigError.
+    """
 
     def __init__(
         self,

@@ -53,14 +53,14 @@ _ADVICE = {
     "lost_member": "this loss needs a trained token in each rollout of a group: raise "
     "sampling.max_completion_tokens or sync.max_staleness, or choose another loss.kind",
 }
-"""For each reason why a group is left out: a remedy.
+"""For each reason why a group is left out of training: a remedy.
 
 For equal rewards, the remedy depends on the rewards (`describe_zero_signal`).
 """
 
 
 class RunCurves:
-    """The curves of mean reward by step and held-out score by evaluation.
+    """Two curves: the mean reward of each step, and the held-out score of each evaluation.
 
     The curves also cover the steps before a resume.
     """
@@ -101,7 +101,7 @@ class RunCurves:
 
 
 _STEPS_REMEMBERED = 20
-"""Number of steps in the median, so that one slow step has no effect."""
+"""The median is taken over this many steps, so that one slow step has no effect."""
 
 
 class RemainingTime:
@@ -122,7 +122,10 @@ class RemainingTime:
         self._stepped_at = now
 
     def eta_s(self, num_steps: int, *, now: float) -> float | None:
-        """Return the estimated seconds until `num_steps` more steps; None before two steps."""
+        """Return the estimated seconds until `num_steps` more steps.
+
+        The result is None before two steps have ended.
+        """
         if self._stepped_at is None or not self._steps:
             return None
         step_s = median(self._steps)
@@ -152,7 +155,7 @@ class Progress:
         self._published_s = 0.0
         self._pace = RemainingTime()
         self._sent: deque[tuple[float, int]] = deque()
-        """(time, bytes sent so far) at the last statuses, over NODE_RATE_WINDOW_S."""
+        """(time, bytes sent until then) of the statuses in the last NODE_RATE_WINDOW_S seconds."""
         self._speed: SpeedStatus | None = None
         self.last_step: StepStatus | None = None
         """Figures of the last step; None before the first step."""
@@ -555,7 +558,7 @@ class Progress:
 
 
 MAX_WORKERS_SHOWN = 64
-"""Largest number of workers in a row of metrics: those with the largest mismatch."""
+"""A row of metrics names at most this number of workers: those with the largest mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,7 +643,8 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 NO_PARENT = "-"
 """The name that a node without a parent reports as its parent."""
 MAX_NAMES_SHOWN = 64
-"""Largest number of names in a row's table of bytes or costs: those with the largest values."""
+"""A row's table of bytes or costs has at most this number of names: those with the largest values.
+"""
 
 
 def largest(values: Mapping[str, float]) -> dict[str, float]:
@@ -667,7 +671,7 @@ class LinkTraffic:
         self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
 
     def row(self, members: Iterable[Member]) -> dict[str, Mapping[str, float]]:
-        """Return the bytes since the last call, and the measured bytes per second, of each link.
+        """For each link, return the bytes since the last call and the measured bytes per second.
 
         A link is named "PARENT > NODE".
         """
@@ -708,7 +712,7 @@ RARE = (
     "engine/installs_failed",
     "engine/version_refused",
 )
-"""Names of counts that a row contains only after they were above 0."""
+"""Names of counts that appear in a row only after they have risen above 0."""
 
 MILLISECONDS = "env/milliseconds"
 AGENT_COUNTS = (
@@ -735,7 +739,7 @@ class TaskMetrics:
         self._seen: set[str] = set()
 
     def row(self, totals: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-        """Return the increases since the last call, by name of the count.
+        """Return by how much each count has increased since the last call.
 
         `totals` has each node's running totals by name.
         """

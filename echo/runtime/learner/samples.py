@@ -36,7 +36,10 @@ class SampleLog:
         self._number, self._follower, self._decode, self._log = number, follower, decode, log
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """If the step is sampled, write some of its rollouts, from best to worst reward."""
+        """Write some rollouts of a step, from best to worst reward.
+
+        Only every SAMPLE_STEPS-th step is sampled.
+        """
         if step % SAMPLE_STEPS or not self._number:
             return
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]

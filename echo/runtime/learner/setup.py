@@ -1021,7 +1021,7 @@ def build_evaluator(
     rank_group: RankGroup | None = None,
     engine: Engine | None = None,
 ) -> Evaluator | None:
-    """Return the evaluator of versions on held-out prompts; None if evaluation is off.
+    """Return the evaluator that scores versions on held-out prompts; None if evaluation is off.
 
     Args:
         config: the run's configuration.

@@ -124,7 +124,7 @@ class WorkerParts:
     partials_path: Path
     """File for unfinished groups, which the next process of this worker reads."""
     installed_path: Path
-    """File of installed versions' hashes, to compare them with the published hashes."""
+    """File with the hashes of installed versions, which are compared with the published hashes."""
     agents: AgentParts | None
     """The settings and functions for serving outside agents; None if the run has no agents."""
     digests: dict[str, str]
@@ -174,7 +174,7 @@ class WorkerParts:
         return digest
 
     def install_patch(self, work: ApplyPatch, specs: Sequence[TensorSpec], is_loaded: bool) -> None:
-        """Patch an image in memory and the engine's weights to the next version, in place.
+        """Turn an image in memory and the engine's weights into the next version, in place.
 
         Args:
             work: the patch (the changed words and their places), and the image to change.
@@ -204,7 +204,9 @@ class WorkerParts:
 
 
 def record_installed(path: Path, version: PolicyVersion, image_hash: str) -> None:
-    """Append an installed version's hash to a file, to compare it with the published hash.
+    """Append an installed version's hash to a file.
+
+    Later the hash is compared with the published hash.
 
     Raises:
         OSError: if the file cannot be written.
@@ -225,7 +227,7 @@ class NodeWatcher(Watcher):
 
 
 class EpisodeWatcher(NodeWatcher):
-    """Adds the progress of episodes to their engine call."""
+    """Adds the progress of episodes to the progress of the engine call that plays them."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         super().__init__(node)

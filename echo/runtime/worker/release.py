@@ -27,7 +27,7 @@ Providers answer in seconds, so there is time for retries.
 
 
 def terms_of(section: WorkerSection, network: NetworkSection) -> ReleaseTerms:
-    """Return how long a worker stays on standby, and how long without the learner.
+    """Return how long a worker waits on standby, and how long it waits for a silent learner.
 
     A worker waits for a silent learner at least `dead_after_s`, and at most `reconnect_for_s`.
     After `reconnect_for_s` the worker would end with an error and keep the machine.

@@ -54,7 +54,7 @@ _LOOP_ADVICE = (
 )
 
 MAX_TRACEBACK_LENGTH = 2000
-"""Largest number of characters of a traceback that are sent, from the traceback's end."""
+"""If a traceback is longer than this number of characters, only its end is sent."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -65,7 +65,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class TaskCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call of a method of the task, with its values."""
+    """A call of one of the task's methods, with the arguments of the call."""
 
     method: Literal["example", "reward", "begin", "reply", "outcome", "end"]
     label: str = ""
@@ -266,7 +266,7 @@ class Performer:
             return self._loop.run_until_complete(_result_of(value))
 
     def wait_for(self, file: socket.socket) -> None:
-        """Wait until the socket has data, if the task's code has used asyncio.
+        """If the task's code has used asyncio, wait until the socket has data.
 
         Meanwhile the event loop runs the asyncio tasks that the task's code has started.
         """

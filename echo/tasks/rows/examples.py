@@ -59,7 +59,7 @@ class RowReader:
             )
         self._given = dict(columns)
         self._names = {name: columns.get(name, name) for name in READ_COLUMNS}
-        """The dataset's name of each column in READ_COLUMNS."""
+        """The name that each column in READ_COLUMNS has in the dataset."""
         self._prompts = (self._names["prompt"], self._names["messages"])
         self._assistant_last = assistant_last
 
@@ -177,7 +177,7 @@ class RowReader:
         return next((name for name in self._prompts if row.get(name)), None)
 
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
-        """Return the prompt's messages, and the text of a dropped last message or None.
+        """Return the prompt's messages, and the text of the last message if it was dropped.
 
         With "drop" the assistant's messages at the end are dropped.
         """

@@ -41,7 +41,7 @@ PARQUET_REVISION = "refs/convert/parquet"
 
 NUM_BATCH_ROWS = 1024
 _FILES = "_data_files"
-"""Key of the list of files in the state.json of a saved dataset."""
+"""Key under which the state.json of a saved dataset lists its files."""
 _READ = (
     "a dataset is JSON Lines (UTF-8, one object a line), Parquet (.parquet), a directory of such "
     "files, or what datasets.save_to_disk wrote"
@@ -59,7 +59,7 @@ _FOREIGN = {
     b"PAR1": "Parquet: call it .parquet",
     b"ARROW1": "an Arrow file: save it as Parquet",
 }
-"""First bytes of files of other formats, with the format and the remedy."""
+"""First bytes of files that are not JSON Lines -> the format and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ def read_rows(path: str, leave_out: Collection[str] = ()) -> Rows:
         ConfigError: if a package is missing, or no row has a column of `leave_out`.
     """
     names: dict[str, str] = {}
-    """For each column so far, the type of its values that no lease can contain ("bytes"), or empty.
+    """Name of each column found so far -> the type of its values, such as "bytes", if no lease can
+    contain such values; else "".
     """
     for file in dataset_files(path):
         if file.suffix in (".parquet", ".arrow"):
@@ -177,7 +178,7 @@ def dataset_files(path: str) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split at the start of a file's name (test-00000-of-00001), or ""."""
+    """Return the split with which a file's name begins (test-00000-of-00001), or ""."""
     word = re.split(r"[-_.]", file.name.lower())[0]
     return {"val": "validation", "valid": "validation"}.get(word, word) if word in _SPLITS else ""
 

@@ -78,7 +78,7 @@ class FailedSteps:
         self._buffer.put_back(rest, num_taken=len(groups))
 
     async def _last_error(self, error: StepError) -> StepError:
-        """Return the error that ends the run. If weights are NaN, the error names them."""
+        """Return the error that ends the run. If weights are NaN, the error names these weights."""
         if error.reason == "nonfinite_gradient":
             found = await self._check.find(await self._versions.make_unpublished())
             if found:

@@ -78,7 +78,9 @@ class DeliveredGroups:
         self._spawn, self._wake, self._clock = spawn, wake, clock
         self._unsynced: list[Group] = []
         self.num_scoring = self.num_storing = 0
-        """Numbers of groups that are being scored here, and written to the disk."""
+        """Number of groups that are being scored here, and number that are being written to the
+        disk.
+        """
         self._store_wanted, self._has_stored_all = asyncio.Event(), asyncio.Event()
 
     @property
@@ -93,7 +95,10 @@ class DeliveredGroups:
     # --- a delivered group -----------------------------------------------------------------------
 
     def accept(self, action: StoreGroup) -> None:
-        """Write or end a delivered group. If its worker did not score the group, score it first."""
+        """Score a delivered group if its worker did not score it.
+
+        Then write the group, or end it.
+        """
         if self._rewards is None:
             self._store(action)
         else:

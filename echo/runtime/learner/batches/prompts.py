@@ -40,9 +40,11 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
-"""Smallest number of prompts kept in memory. Checking a result needs the group's prompt."""
+"""At least this many prompts are kept in memory, because a result is checked with its group's
+prompt.
+"""
 NUM_AHEAD = 64
-"""Number of prompts made ahead of the last requested prompt."""
+"""Number of prompts that are made ahead of the last requested prompt."""
 CHECKED_PROMPTS = 32
 """Number of prompts checked before a run begins, enough to cover a mixture of tasks."""
 MADE_TWICE = 4
@@ -206,7 +208,7 @@ class PromptSource:
         return [*lines, *self._reward_lines(first.example)]
 
     def _reward_lines(self, example: Example) -> Iterator[str]:
-        """Yield lines with the rewards of sample answers. An environment has none."""
+        """Yield lines with the rewards of sample answers. For an environment, yield no lines."""
         if isinstance(self._task, Environment):
             return
         call = ExampleCall.of(self._host, example, self._task.right_completion(example))
@@ -383,7 +385,7 @@ class PromptsAhead:
     def __init__(
         self, source: PromptSource, *, num_out: int, first: int = 0, again: Iterable[int] = ()
     ) -> None:
-        """Make the prompts of the groups in `again`, and then from group `first` on.
+        """Make the prompts of the groups in `again`. Then make prompts from group `first` on.
 
         Args:
             source: makes each prompt.

@@ -53,7 +53,9 @@ In these steps nodes still join and build their engines.
 WARM_UP_STEPS = 2
 USUAL_FACTOR = 2.0
 LONG_SHARE = 0.25
-"""A wait is long if it takes at least this share of a usual step, or of the last steps' time."""
+"""A wait is long if it takes at least this share of the duration of a usual step. The waits in the
+last steps are long if they exceed this share of these steps' time.
+"""
 SHORT_SHARE = 0.1
 """The learner hardly waits if its waits take less than this share of the last steps' time."""
 NUM_STEPS = 8
@@ -104,10 +106,10 @@ class Stalls:
         """The times of the step under way."""
         self._last: deque[tuple[Tally, Activities]] = deque(maxlen=NUM_STEPS)
         self._usual: deque[tuple[float, float]] = deque(maxlen=NUM_USUAL)
-        """(seconds waited, seconds) of each of the last steps."""
+        """(seconds waited, seconds in total) of each of the last steps."""
         self._num_steps = 0
         self._waited_s = 0.0
-        """Seconds that the step under way has waited before the present wait."""
+        """Seconds that the learner waited in the step under way, before the present wait."""
         self._cause, self._logged_at = "", -LOG_S
         self._num_accepted, self._useless = 0, Counter[str]()
         progress.on_turn = self.turn

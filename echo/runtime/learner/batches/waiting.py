@@ -25,7 +25,7 @@ from echo.leases.scheduler import WaitReason
 from echo.roles.learner import Learner
 
 FIRST_WORKER_S = 4 * 3600.0
-"""A learner waits at least this long for its first worker, seconds."""
+"""Smallest number of seconds that a learner waits for its first worker."""
 WARN_S = 60.0
 """Seconds between two log lines about missing workers."""
 

@@ -39,16 +39,17 @@ from echo.wire.actions import Action, Note
 from echo.wire.codec import BYTES_PER_TOKEN
 
 RESTART_S = 300.0
-"""Assumed seconds to rent and start another machine, and to send the weights to this machine."""
+"""Assumed seconds to rent and start a new machine, and to send the weights to it."""
 MIN_STEPS = 3
-"""Number of steps before `train_s` is known, and smallest number of steps in a dwell.
+"""Number of steps before `train_s` is known, and smallest number of steps between two questions.
 
 The first steps include start-up.
 """
 MAX_STEPS = 8
 """Number of recent steps over which times are averaged."""
 MIN_DWELL_S = 120.0
-"""Smallest number of seconds between two questions; a worker fetches the weights much faster."""
+"""Smallest number of seconds between two questions. A worker fetches the weights in much less time.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,7 @@ class Activation:
         return median(times.step_s - times.waited_s for times in self.steps)
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
-        """Return the share of the learner's time spent waiting since the active workers changed.
+        """Return the share of time that the learner has waited since the active workers changed.
 
         The share is 1 until a step has ended after this change. `waiting_s` is the length of the
         present wait, seconds.

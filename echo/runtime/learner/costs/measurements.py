@@ -34,7 +34,9 @@ class MeasuredWorker:
     active_s: float = 0.0
     """Seconds in which the worker had weights and was not on standby."""
     loaded_s: float = 0.0
-    """Seconds multiplied by the worker's load, the occupied share of its places for groups."""
+    """Sum over time of the worker's load, in seconds. The load is the occupied share of the
+    worker's places for groups.
+    """
     installed: PolicyVersion | None = None
     free_at: float = 0.0
     """Time from which the worker could fetch the next version.
@@ -43,7 +45,8 @@ class MeasuredWorker:
     version.
     """
     took_s: float | None = None
-    """Seconds of the last installation, counted from the later of publication and `free_at`.
+    """Seconds that the last installation took after the publication, or after `free_at` if that was
+    later.
 
     After a change of the active workers, the value is None until the next installation.
     """
@@ -63,7 +66,9 @@ class Measurements:
         self.workers: dict[str, MeasuredWorker] = {}
         """Measurements by worker name, for each present worker that was measured at least once."""
         self.published_at: dict[PolicyVersion, float] = {}
-        """Loop's time of publication of the last MAX_VERSIONS versions."""
+        """For each of the last MAX_VERSIONS versions: the loop's time at which the version was
+        published.
+        """
         self.shown_bytes_per_s = 0.0
         """Highest rate, bytes per second, at which a version was sent: its bytes divided by the
         time until the first worker had installed it.

@@ -24,7 +24,7 @@ from echo.wire.codec import BYTES_PER_TOKEN
 from echo.wire.messages import LEARNER_ID
 
 LOST_COUNTS_FOR_S = 3600.0
-"""Seconds for which a lost machine still counts: one usual billing step."""
+"""Seconds for which a lost machine is still counted as billed: one usual billing step."""
 _TRAFFIC_WINDOW_S = 300.0
 
 
@@ -36,7 +36,7 @@ class _Machine:
     gone_at: float | None = None
     """Loop's time at which the machine's node left or fell silent; None for a member."""
     traffic_bytes: float | None = 0.0
-    """Traffic that this process of the node has reported.
+    """Bytes of traffic that the node's present process has reported.
 
     In a resumed learner, None until the first report.
     """
@@ -113,7 +113,7 @@ class CostMeter:
         self._drop_gone(roster, now)
 
     def take_by_node(self) -> dict[str, float]:
-        """Return each node's cost since the last call, $ for machine and traffic.
+        """Return what each node's machine and traffic have cost since the last call, in $.
 
         Nodes without costs are left out.
         """

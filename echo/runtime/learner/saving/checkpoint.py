@@ -49,7 +49,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """The newest undamaged checkpoint, and the faults of newer ones."""
+    """The newest undamaged checkpoint, and the faults of newer checkpoints, which are damaged."""
 
     path: Path
     info: CheckpointInfo
@@ -217,9 +217,10 @@ class Checkpoints:
         return awaited if best is None else awaited | {best[0]}
 
     def stored(self, *, up_to: int | None = None) -> list[StoredCheckpoint]:
-        """Return the complete checkpoints, oldest first; with `up_to`, only up to this step.
+        """Return the complete checkpoints, oldest first.
 
-        The field `keeps_groups` is true for the last `keep_last` of these checkpoints.
+        If `up_to` is given, leave out later checkpoints. The field `keeps_groups` is true for the
+        last `keep_last` of these checkpoints.
         """
         steps = {
             step: path
@@ -267,7 +268,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def newest_up_to(self, step: int) -> int | None:
-        """Return the step of the newest checkpoint up to `step`; None if all are later.
+        """Return the step of the newest checkpoint up to `step`; None if all checkpoints are later.
 
         Without any checkpoint the result is 0, because the run can start from its initial weights.
         """
@@ -291,7 +292,9 @@ class Checkpoints:
             raise StorageError(f"cannot write {pointer}: {error}") from error
 
     def find_whole(self) -> FoundCheckpoint | None:
-        """Return the newest undamaged checkpoint up to `latest`; None without checkpoints.
+        """Return the newest undamaged checkpoint; None without checkpoints.
+
+        Checkpoints newer than the one that `latest` names are ignored.
 
         Raises:
             StorageError: if all checkpoints are damaged, if `latest` names no checkpoint, or if the
@@ -316,7 +319,7 @@ class Checkpoints:
         )
 
     def _newest_step(self, complete: Mapping[int, Path]) -> int:
-        """Return the step that `latest` names; without the file `latest`, the last step.
+        """Return the step that `latest` names. If the file is missing, return the last step.
 
         Raises:
             StorageError: if the file cannot be read or names no checkpoint.
@@ -342,7 +345,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def newest_name(directory: Path) -> str:
-    """Return the name of a checkpoint in the file `latest`; empty without this file.
+    """Return the name of a checkpoint that the file `latest` contains; "" if the file is missing.
 
     Raises:
         OSError, ValueError: if the file cannot be read.

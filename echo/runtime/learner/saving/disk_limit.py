@@ -23,7 +23,7 @@ from echo.records.retention import Holdings, plan_removals
 from echo.runtime.learner.saving.checkpoint import Checkpoints
 
 VERSIONS = "versions"
-"""Directory of the images of versions that the mismatch analysis has kept."""
+"""Directory with images of versions, which are kept for the analysis of the mismatch."""
 _VERSION = re.compile(rf"{VERSIONS}/v(\d+)_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoints/step_(\d+)")
 _SPLIT = (GROUPS, "checkpoints", VERSIONS)
@@ -95,7 +95,7 @@ class DiskLimit:
         )
 
     def _remove(self, held: Holdings, *, step: int, max_bytes: int) -> int:
-        """Reduce the directory to `max_bytes`, and return the freed bytes."""
+        """Reduce the directory to `max_bytes`, and return the number of freed bytes."""
         paths = plan_removals(held, max_bytes=max_bytes)
         if not paths:
             return 0

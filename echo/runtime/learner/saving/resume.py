@@ -1,4 +1,4 @@
-"""Start or resume of a run, from the newest checkpoint and the ledger.
+"""The starting point of a new run, or of a run that resumes from its newest checkpoint.
 
 After a crash the run continues from the newest checkpoint in a new lineage, a branch of the run's
 history. The ledger has the groups that were accepted, but not yet trained on at that checkpoint. A
@@ -66,7 +66,7 @@ class StartingPoint:
     buffered: list[Group] = field(default_factory=list)
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
-    """Reasons of accepted groups that can no longer be trained on, by group id."""
+    """Group id -> reason why this accepted group can no longer be trained on."""
     num_too_old_tokens: int = 0
     """Number of accepted tokens that are too old to be trained on."""
     losses: list[str] = field(default_factory=list)
@@ -297,7 +297,7 @@ def finished_step(run_dir: Path) -> int | None:
 
 
 def find_divergence(run_dir: Path) -> DivergedError | None:
-    """Return the error of a run that a divergence has ended; None if the run did not end so.
+    """Return the error of a run that ended because it diverged; None if it did not end so.
 
     The run also counts as not ended if the user has made `latest` name an earlier checkpoint.
 

@@ -170,7 +170,7 @@ def make_publication(
 
 
 class ImageHelper(Protocol):
-    """Another process that shares the memory of images. Its methods block."""
+    """A process that maps the same images as this process. Its methods block."""
 
     def code(
         self,
@@ -192,7 +192,7 @@ class Images(Protocol):
 
     @property
     def helpers(self) -> Sequence[ImageHelper]:
-        """The other processes, which encode and hash parts of the images."""
+        """The helper processes, which encode and hash parts of the images."""
 
     def prepare(self) -> bool:
         """Return whether `make` would start at once. If memory is missing, begin to allocate it."""
@@ -202,7 +202,7 @@ class Images(Protocol):
 
 
 class Publisher:
-    """Makes publications of the trainer's weights, which `coder` signs."""
+    """Makes publications from the trainer's weights. `coder` signs the publications."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Publisher:
         images: Images,
         attribution: Attribution | None = None,
     ) -> None:
-        """Make versions of the run `identity` with the image maker `images`.
+        """Make versions of the run that `identity` identifies. `images` makes their images.
 
         If `attribution` is given, it keeps each image.
         """
@@ -278,10 +278,11 @@ class Coder:
         helpers: Sequence[ImageHelper] = (),
         num_threads: int | None = None,
     ) -> None:
-        """Sign with the learner's key. If `encrypts` is true, each sent form gets its own key.
+        """Sign with the learner's key.
 
-        All helpers and this process encode and hash equal shares. This process uses `num_threads`
-        threads, by default one per core and at most 16.
+        If `encrypts` is true, each form of a version has its own key. All helpers and this process
+        encode and hash equal shares. This process uses `num_threads` threads, by default one per
+        core and at most 16.
         """
         self._key = key
         self._encrypts = encrypts
@@ -536,7 +537,7 @@ class VersionEncoder:
         return offers | {item_id: item.num_bytes for item_id, item in encoded}
 
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
-        """Encode one form and publish its segments. Return the form's bytes.
+        """Encode a version in one form, and publish its segments. Return the number of bytes.
 
         The form is a delta against `base`, or a keyframe if `base` is None. If its first segment
         shows that the form would save nothing, the form is abandoned and the result is 0.

@@ -36,8 +36,8 @@ class WeightsCheck:
     ) -> None:
         """Start with no suspected version. Weights are read in the thread `trainer`."""
         self.is_due = False
-        """Whether to examine the published weights: they may be the reason why a worker cannot
-        sample.
+        """Whether the published weights must be examined, because a worker could not sample from
+        them.
         """
         self.has_failed = False
         """Whether NaN was found. Checkpoints are then no longer saved."""
