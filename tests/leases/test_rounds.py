@@ -19,7 +19,7 @@ from tests.promises.world import Rated, World
 
 FAST, BOTH = {"fast": 100.0}, {"fast": 100.0, "slow": 10.0}
 MEDIAN_TOKENS, MAX_TOKENS = 60, 1200
-WARM_UP, NUM_STEPS, LIMIT_S = 4, 16, 300.0
+WARM_UP, NUM_STEPS, LIMIT_S = 4, 12, 300.0
 
 
 def equal_shares(loads: Sequence[Load], *, num_promised: int) -> list[str]:
