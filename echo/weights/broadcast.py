@@ -133,20 +133,20 @@ class Broadcast:
             window_bytes=window_bytes,
             stall_s=stall_s,
         )
-        """The child's half of this node."""
+        """The half of this node that fetches weights from its parent."""
         self.trust = self.receiver.trust
-        """Verifies manifests and tables by the learner's key, which the role sets."""
+        """Verifies manifests and tables with the learner's key. The role sets the key."""
         self.store = self._store.images
-        """The images that this node has, by version, complete or partial."""
+        """Version -> image of the version on this node, complete or partial."""
         self.encoded_versions = self._store.encoded_versions
-        """The deltas and keyframes that this node has, by item, complete or partial."""
+        """Item -> delta or keyframe on this node, complete or partial."""
         self.children = self._sender.children
-        """The children of this node, by link."""
+        """Link -> record of the child at the other end of the link."""
         self.uplink = self._sender.rate
         """Rate of this node's uplink to all its children together."""
 
     def validate(self) -> None:
-        """Check that store, parent and children agree; for tests.
+        """Check that the records of store, parent and children agree with each other; for tests.
 
         Raises:
             AssertionError: if they disagree.
@@ -160,7 +160,7 @@ class Broadcast:
 
     @property
     def newest_complete(self) -> PolicyVersion | None:
-        """The newest version that this node holds completely; None without such a version."""
+        """The newest version that this node holds completely; None if there is none."""
         return self._store.newest_complete
 
     @property
@@ -180,7 +180,7 @@ class Broadcast:
 
     @property
     def payload(self) -> Chunked | None:
-        """The smallest form of the newest version on this node, complete or partial.
+        """The smallest form in which this node has its newest version. The form may be partial.
 
         None if the node has no version.
         """
@@ -213,7 +213,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """When a delta is written over its base (`PatchMode`)."""
+        """When this node writes a delta over the image of the delta's base (`PatchMode`)."""
         return self._store.in_place.mode
 
     @patch_mode.setter
@@ -232,7 +232,7 @@ class Broadcast:
         return self._store.in_place.begin(ready)
 
     def offer(self, image: bytearray, image_hash: bytes) -> None:
-        """Offer an image that this machine has, such as the model's own weights.
+        """Let this node use an image that its machine has, such as the model's own weights.
 
         If the first announced version has the same hash, the node uses this image instead of
         fetching the version. Otherwise the node drops the image.
@@ -253,7 +253,7 @@ class Broadcast:
         *,
         now: float,
     ) -> list[Action]:
-        """Take over an image that an earlier process left on this machine, complete or partial.
+        """Take over a complete or partial image that an earlier process left on this machine.
 
         `frame` is the signed manifest, `storage` has the bytes, and `has_chunk` marks the correct
         chunks. The signature of the manifest is verified again.
@@ -315,7 +315,7 @@ class Broadcast:
     def set_parent(
         self, peer: str | None, *, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Fetch weights from `peer` from now on; None stops fetching. Held chunks are kept."""
+        """Make `peer` the parent to fetch from; None stops fetching. Held chunks are kept."""
         found = self._pass_on(self.receiver.set_parent(peer, rtt_s=rtt_s, now=now), now)
         return [each for each in found if isinstance(each, Action)]
 

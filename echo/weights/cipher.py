@@ -56,7 +56,7 @@ _FIRST_COUNTER = 2
 
 
 def hash_key(key: bytes) -> bytes:
-    """Return the hash of a key, which the learner signs; b"" without a key."""
+    """Return the hash of a key; b"" if there is no key. The learner signs the hash."""
     return blake3(key, derive_key_context=_COMMITMENT).digest() if key else b""
 
 
@@ -89,7 +89,7 @@ def _context(key: bytes, mode: modes.GCM | modes.CTR) -> CipherContext:
 
 @dataclass(frozen=True, slots=True)
 class Encrypted:
-    """Place of a run of encrypted bytes in the chunks of a form, and the key of the form."""
+    """Where a run of encrypted bytes lies in the chunks of a form, and the form's key."""
 
     key: bytes
     chunk: int
@@ -99,7 +99,7 @@ class Encrypted:
     chunk_bytes: int
 
     def decrypt(self, data: memoryview) -> memoryview:
-        """Return the decrypted bytes of the run `data`.
+        """Decrypt the bytes `data` of the run, and return the result.
 
         The run may begin and end anywhere in a chunk, and may span several chunks.
         """
@@ -124,7 +124,7 @@ SENT_BYTES = 8 << 20
 
 
 class SentChunks:
-    """A cache of recent encrypted image chunks, at most SENT_BYTES."""
+    """A cache of encrypted image chunks, which holds at most SENT_BYTES."""
 
     def __init__(self) -> None:
         """Start with no chunks."""
@@ -139,7 +139,7 @@ class SentChunks:
         return self._frames.get((key, index))
 
     def add(self, key: bytes, index: int, frame: Frame) -> None:
-        """Add a verified encrypted chunk, and drop the oldest chunks above SENT_BYTES."""
+        """Add a verified encrypted chunk. Above SENT_BYTES, drop the oldest chunks."""
         if (key, index) in self._frames:
             return
         self._frames[key, index] = frame

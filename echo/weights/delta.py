@@ -1,4 +1,6 @@
-"""Coding of blocks. A block is a run of an image's bytes, coded alone or as a delta.
+"""Coding of blocks.
+
+A block is a run of an image's bytes, coded alone or as a delta to a base image.
 
 Each block is coded on its own, so blocks can be coded, sent and decoded in any order and by several
 threads. The first byte of a coded block names the codec. The second byte is the size of a word in
@@ -76,7 +78,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
-    """Return each contiguous array as two parts: the length of a stream, and the stream.
+    """Return two parts for each contiguous array: the length of its stream, and the stream.
 
     The stream has the compressed bytes of the array, or the plain bytes if compression does not
     help.
@@ -103,7 +105,7 @@ def pack_planes(words: Words) -> list[bytes]:
 
 
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
-    """Copy `data` to `out`, of the same length, without holding the GIL.
+    """Copy `data` to `out`, which must have the same length, without holding the GIL.
 
     A slice assignment would hold the GIL. If `out` is a mapped file, the kernel may block the
     writer, and all other threads would wait for the GIL.
@@ -134,7 +136,7 @@ class BlockReader:
         return layout.unpack(self.take(layout.size))
 
     def stream(self, size: int) -> Bytes:
-        """Return the content of the next stream, which must be `size` bytes."""
+        """Return the content of the next stream, which must be `size` bytes long."""
         [length] = self.unpack(_LENGTH)
         if length > size:
             raise RemoteProtocolError("a coded block with a stream that is longer than promised")
@@ -157,7 +159,7 @@ class BlockReader:
 
 
 def _unpacked(frame: memoryview, size: int, decompressor: zstandard.ZstdDecompressor) -> bytes:
-    """Return the content of a zstd frame, which must be `size` bytes.
+    """Return the content of a zstd frame, which must be `size` bytes long.
 
     Raises:
         RemoteProtocolError: if the frame is malformed or has another size.
@@ -207,7 +209,9 @@ _ESCAPE = 15
 
 
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
-    """Return whether more than `limit` words differ. The result False may be an estimate.
+    """Return whether more than `limit` words differ between `old` and `new`.
+
+    The result False may be an estimate.
 
     If samples suggest that at most half of `limit` words differ, the words are not counted. This
     saves a pass over both blocks.
@@ -339,7 +343,10 @@ def read_changes(reader: BlockReader, num_words: int, word_bytes: int) -> tuple[
 
 
 def _pack_gaps(where: Indices) -> Bytes:
-    """Return the numbers of unchanged words before each change. Byte 255 continues in the next."""
+    """Return the number of unchanged words before each change, as bytes.
+
+    A byte of 255 means that the next byte continues the number.
+    """
     gaps = where.copy()
     np.subtract(where[1:], where[:-1], out=gaps[1:])
     gaps[1:] -= 1
@@ -374,7 +381,7 @@ _STEPS = {word_bytes: _step_table(word_bytes) for word_bytes in (1, 2, 4)}
 WordBytes: TypeAlias = Literal[1, 2, 4]
 
 BLOCK_BYTES = 4 << 20
-"""Number of image bytes of a block. A block fits into the CPU's caches, and is large compared with
+"""Number of image bytes in a block. A block fits into the CPU's caches, and is large compared with
 its headers.
 """
 
@@ -477,7 +484,7 @@ def most_sparse(num_words: int) -> int:
 
 
 def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return the coded form of a block from its known, sparse changes.
+    """Return the coded form of a block whose changes are known and sparse.
 
     Args:
         where: indices of the changed words, increasing.
@@ -489,7 +496,7 @@ def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes =
 
 @dataclass(frozen=True, slots=True)
 class BlockPatch:
-    """The changes that a delta makes to a block, and the old words, to undo the changes."""
+    """The changes that a delta makes to a block, with the old words so that they can be undone."""
 
     where: Indices | None
     """Indices of the changed words, increasing; None if the whole block is replaced."""
@@ -635,7 +642,7 @@ def _assembled(codec: int, parts: list[bytes], word_bytes: int, tail: memoryview
 
 
 def _no_longer(coded: bytes, new: memoryview) -> bytes:
-    """Return the shorter of the coded block and the block coded RAW."""
+    """Return the coded block, or the block coded as RAW if RAW is shorter."""
     return coded if len(coded) <= len(new) else b"".join([bytes([RAW]), new])
 
 
@@ -659,7 +666,7 @@ _FLOAT_BYTES: dict[str, WordBytes] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def word_bytes_of(tensors: Sequence[TensorSpec], start: int, stop: int) -> WordBytes:
-    """Return the size of the words by which to code the bytes in [start, stop) of an image.
+    """Return the word size in which to code the bytes [start, stop) of an image.
 
     A block may span tensors of several dtypes, but is coded with one size of word: the size whose
     tensors take the largest share of the bytes. Of two equal shares, the larger size wins. Tensors

@@ -62,7 +62,7 @@ LOOP_S = 0.001
 
 
 def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int) -> int:
-    """Return the size of the credit window: the bytes that a receiver should have requested.
+    """Return the size of the credit window: how many requested bytes should be under way.
 
     One bandwidth-delay product keeps the link full. Half a product more lets the estimated rate
     grow if the window itself is the limit. Each connection adds two chunks, because a chunk is
@@ -189,10 +189,10 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 MIN_PATIENCE_S = 0.5
 MAX_PATIENCE_S = 60.0
 PROMISE_GRACE_S = 0.5
-"""Number of seconds by which a Waiting may arrive later than announced."""
+"""Seconds by which a Waiting may arrive later than the parent announced."""
 MAX_PROMISE_S = 2.0
-"""Longest time, in seconds, that a Waiting may announce until the next Waiting. Longer times are
-cut to this value.
+"""Longest time until the next Waiting that a Waiting may announce, in seconds. Longer times are cut
+to this value.
 """
 GAP_MEMORY = 0.98
 """With each chunk, the recorded longest gap is multiplied by this factor, so that old gaps are
@@ -201,8 +201,9 @@ forgotten.
 MAX_WINDOW_BYTES = 64 << 20
 """Largest credit window in bytes: a parent may have to queue this number of bytes for one child."""
 MAX_WRITING_WINDOWS = 4
-"""Largest number of bytes of a link that may wait to be written, as a multiple of MAX_WINDOW_BYTES.
-The factor exceeds 1, because the chunks of a repeated request may arrive twice.
+"""Largest number of bytes that have arrived on a link and still wait to be written, as a multiple
+of MAX_WINDOW_BYTES. The factor exceeds 1, because the chunks of a repeated request may arrive
+twice.
 """
 MAX_DOUBLINGS = 4
 """Largest number of doublings of `patience_s` while the rate of the link is unknown. The longest
@@ -241,7 +242,7 @@ class ParentLink:
     rate: RateEstimate = field(default_factory=RateEstimate)
     window: int = 0
     unspent_bytes: int = 0
-    """Number of bytes written since this node last gave credit."""
+    """Number of bytes that were written since this node last gave credit to the parent."""
     writing_bytes: int = 0
     """Number of bytes that have arrived and are not written yet."""
     progress_at: float = 0.0
@@ -282,17 +283,17 @@ class ParentLink:
         self.longest_gap_s = self.promised_s = 0.0
 
     def subscribe(self, *, now: float) -> None:
-        """Note that this node has sent Subscribe."""
+        """Record that this node has sent Subscribe."""
         if self.state is LinkState.IDLE:
             self.progress_at = now
         self._move(LinkEvent.SUBSCRIBE)
 
     def on_message(self) -> None:
-        """Note that the parent has sent a message of any kind."""
+        """Record that the parent has sent a message of any kind."""
         self._move(LinkEvent.MESSAGE)
 
     def fetch(self, *, now: float) -> int:
-        """Note that this node sends Fetch; return the credit to put into the Fetch.
+        """Record that this node sends Fetch; return the credit to put into the Fetch.
 
         The credit is the window minus all bytes that are still being written.
         """
@@ -304,7 +305,7 @@ class ParentLink:
         return max(0, self.window - self.writing_bytes)
 
     def has_space(self, num_bytes: int) -> bool:
-        """Return whether `num_bytes` more may wait to be written.
+        """Return whether `num_bytes` more bytes may wait to be written.
 
         The limit is far above the credit of a parent.
         """
@@ -316,7 +317,7 @@ class ParentLink:
         return self.awaits_chunks and self.window > self.unspent_bytes + self.writing_bytes
 
     def received(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk has arrived. The caller then verifies and writes the chunk."""
+        """Record that a chunk has arrived. The caller then verifies and writes the chunk."""
         gap_s = 0.0 if self.rate.is_paused else now - self.progress_at
         self.longest_gap_s = max(gap_s, GAP_MEMORY * self.longest_gap_s)
         self.lives(now=now)
@@ -326,7 +327,7 @@ class ParentLink:
             self.num_failures = 0
 
     def released(self, num_bytes: int, *, now: float) -> None:
-        """Note that a chunk was written or discarded.
+        """Record that a chunk was written or discarded.
 
         From now on, the parent's silence is counted again.
         """
@@ -334,7 +335,7 @@ class ParentLink:
         self.progress_at = now
 
     def took(self, num_bytes: int, *, chunk_bytes: int) -> tuple[int, int]:
-        """Note that this node holds a chunk; return (bytes to acknowledge, credit to give).
+        """Record that this node holds a chunk; return (bytes to acknowledge, credit to give).
 
         Both numbers are 0 until the bytes to acknowledge are a quarter of the window.
         """
@@ -348,24 +349,24 @@ class ParentLink:
         return taken, credit
 
     def lives(self, *, now: float) -> None:
-        """Note that the parent has sent a part of the requested item."""
+        """Record that the parent has sent a part of the requested item."""
         self._move(LinkEvent.LIVES)
         self.progress_at, self.promised_s = now, 0.0
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note a Waiting of the parent, which announces the next Waiting within `again_s`."""
+        """Record that the parent has sent Waiting and will repeat it within `again_s`."""
         self._move(LinkEvent.WAITS)
         self.progress_at = now
         self.promised_s = min(again_s, MAX_PROMISE_S)  # a longer time is not accepted
         self.rate.pause()
 
     def complete(self) -> None:
-        """Note that all parts of the item have arrived, or that the fetch was stopped."""
+        """Record that all parts of the item have arrived, or that the fetch was stopped."""
         self._move(LinkEvent.COMPLETE)
         self.rate.pause()
 
     def silence(self, *, now: float) -> bool:
-        """Note that the parent was silent for too long; return whether to leave the parent."""
+        """Record that the parent was silent for too long; return whether to leave the parent."""
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
         is_left = TABLE[self.state][event] is LinkState.ALONE
         if is_left:
@@ -376,7 +377,7 @@ class ParentLink:
         return is_left
 
     def patience_s(self, chunk_bytes: int) -> float:
-        """Return the longest accepted silence of the parent, in seconds."""
+        """Return for how many seconds the parent may be silent."""
         usual = self._usual_patience_s(chunk_bytes)
         promised = self.promised_s + PROMISE_GRACE_S if self.promised_s else 0.0
         return usual if usual > promised else promised
@@ -412,7 +413,7 @@ class ParentLink:
         return self.progress_at + self.patience_s(chunk_bytes)
 
     def validate(self) -> None:
-        """Check that state, peer, window and unwritten bytes agree; for tests.
+        """Check that state, peer, window and unwritten bytes agree with each other; for tests.
 
         Raises:
             AssertionError: if they disagree.

@@ -98,13 +98,13 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.chunk_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def sent_hash(self, index: int) -> bytes:
-        """Return the hash of chunk `index` as it is sent, encrypted or not."""
+        """Return the hash of chunk `index` in the form in which it is sent, encrypted or plain."""
         hashes = self.sent_hashes or self.chunk_hashes
         return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
 
 class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A signed manifest or segment table, sent only over links encrypted by CURVE.
+    """A signed manifest or segment table. It is sent only over links that CURVE encrypts.
 
     `body` has the signed bytes, which contain the hash of `key`. `signature` is the signature of
     the hash of `body`.
@@ -113,7 +113,7 @@ class SignedManifest(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
     signature: bytes
     key: bytes = b""
-    """The key of the chunks; empty if they are not encrypted."""
+    """The key of the chunks; empty if the chunks are not encrypted."""
 
     def __repr__(self) -> str:
         return f"SignedManifest(root={self.root.hex()})"  # the key must not appear in a log
@@ -378,7 +378,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the table has hashes of the replaced bytes, not of the decoded image."""
+        """Whether the table has hashes of the replaced bytes instead of the decoded image."""
         return bool(self.old_hashes)
 
     @property

@@ -19,7 +19,7 @@ MAX_REFUSED = 64
 
 
 class Offers:
-    """The items that the parent has announced, with their sizes in bytes."""
+    """The items that the parent has announced, and the size of each item in bytes."""
 
     def __init__(self, store: ItemStore) -> None:
         """Start with no offers; `store` has the items that this node holds."""
@@ -68,7 +68,7 @@ class Offers:
 
     @property
     def newest(self) -> PolicyVersion | None:
-        """The newest version that the parent has announced; None without offers."""
+        """The newest version that the parent has announced; None if there are no offers."""
         return max((version for version, _ in self._sizes), default=None)
 
     def items(self) -> Iterable[ItemId]:
@@ -99,7 +99,7 @@ class Offers:
         return step
 
     def _useful(self) -> dict[ItemId, int]:
-        """Return the missing bytes of each item that is newer than all held versions.
+        """Return, for each item newer than all held versions, how many of its bytes are missing.
 
         Refused items are left out.
         """
@@ -131,5 +131,5 @@ class Offers:
 
 
 def form_of(base: PolicyVersion | None) -> Form:
-    """Return the form of a delta against `base`; of a keyframe if `base` is None."""
+    """Return the form of a delta against `base`, or the form of a keyframe if `base` is None."""
     return Form("keyframe") if base is None else Form("delta", base)

@@ -38,8 +38,8 @@ handshake takes less than 1 s.
 """
 QUARANTINE_S = 600.0
 ALONE_S = 10.0
-"""Length of a quarantine, in seconds, if no parent serves this node. The fault of the quarantined
-parent may have passed.
+"""Seconds after which a quarantine ends if no parent serves this node. By then, the fault of the
+quarantined parent may have passed.
 """
 
 
@@ -71,8 +71,7 @@ class Parents:
         self.retry_s = retry_s
         self.retry_preferred_s = 0.0
         self.learner_address = ""
-        """The learner's address, from the last plan with such an address; empty before such a plan.
-        """
+        """The learner's address in the last plan that names one; empty before such a plan."""
         self.control: Connection | None = None
         """The control connection. If a plan names the node at the other end without an address, the
         address of this connection is used."""
@@ -117,7 +116,7 @@ class Parents:
         return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
 
     def has(self, peer: str) -> bool:
-        """Return whether `peer` is the link to the parent in use, being dialled, or spare."""
+        """Return whether `peer` is the link to the parent in use, the next parent or the spare."""
         return any(each.peer == peer for each in self.connections)
 
     @property
@@ -132,7 +131,7 @@ class Parents:
     # --- the plan --------------------------------------------------------------------------------
 
     def new_learner(self) -> None:
-        """Note that the learner has restarted, so the numbers of its plans start again."""
+        """Record that the learner has restarted, so the numbers of its plans start again."""
         self._epoch = -1
 
     def on_plan(self, plan: TopologyPlan, *, now: float) -> list[Action]:
@@ -203,7 +202,7 @@ class Parents:
         return "" if is_anothers else address
 
     def _follow(self, now: float) -> list[Action]:
-        """Dial the next parent in order, or keep the connection if already in use."""
+        """Dial the plan's next parent. If that parent is in use already, keep its connection."""
         self._follow_at = None
         actions: list[Action] = []
         if self.next is not None:
@@ -222,7 +221,7 @@ class Parents:
         return actions
 
     def _keep_spare(self, now: float) -> list[Action]:
-        """Keep one spare connection, to the plan's next parent."""
+        """Keep a spare connection to the parent that comes after the parent in use in the plan."""
         self._spare_at = None
         wanted, address = "", ""
         for index in range(self._index + 1, len(self._parents)):
@@ -245,14 +244,14 @@ class Parents:
     # --- connections -----------------------------------------------------------------------------
 
     def dialled(self, address: str, peer: str) -> None:
-        """Note that the connection to `address` has the link `peer`."""
+        """Record that the connection to `address` has the link `peer`."""
         for connection in self.connections:
             if connection.address == address and not connection.peer:
                 connection.peer = peer
                 return
 
     def connected(self, peer: str, *, now: float) -> bool:
-        """Note that a link is connected; return whether to greet the other end as a parent."""
+        """Record that a link is connected; return whether to greet the other end as a parent."""
         for connection in self.connections:
             if connection.peer == peer and not connection.node_id:
                 connection.greeted_at = now
@@ -293,7 +292,10 @@ class Parents:
         now: float,
         is_corrupt: bool = False,
     ) -> list[Action]:
-        """Close a failed connection; use the spare parent or dial the plan's next parent."""
+        """Close a failed connection.
+
+        The spare or the plan's next parent replaces a failed parent.
+        """
         name = connection.node_id or connection.address
         actions: list[Action] = [HangUp(connection.peer)] if connection.peer else []
         if connection is self.spare:

@@ -29,13 +29,13 @@ from echo.wire.codec import encode
 from echo.wire.messages import Probe, ProbeAck
 
 SAMPLE_S = 0.1
-"""Shortest busy time of a sample, in seconds."""
+"""Shortest time, in seconds, that a link must be busy for one sample."""
 
 SAMPLE_CHUNKS = 4
 """Smallest number of chunks in a sample. With fewer chunks, rounding would dominate the rate."""
 
 UPLINK_SAMPLE_S = (2.0, 5.0)
-"""Shortest busy time of a sample of an uplink's rate, in seconds.
+"""Shortest time, in seconds, that an uplink must be busy for one sample of its rate.
 
 The first value applies to samples with at least UPLINK_SAMPLE_ACKS acknowledgements. The second
 value applies to all other samples.
@@ -49,14 +49,14 @@ dominates the rate.
 """
 
 IDLE_SHARE = 0.25
-"""Bound on the mean share of children that the uplink does not limit. Above it, a sample is only a
-lower bound of the uplink's rate.
+"""Largest mean share of children that the uplink does not limit. If a sample exceeds this share,
+its rate is only a lower bound of the uplink's rate.
 
 `UplinkEstimate.wait` reports the share; the mean is taken over the time of the sample.
 """
 
 LOWER_SAMPLES = 4
-"""Number of lower samples in a row after which the estimate falls."""
+"""Number of samples below the estimate, in a row, after which the estimate falls."""
 
 RISE_S = 4.0
 """Time constant of a rising estimate: busy time, in seconds, in which the weight of the former
@@ -122,7 +122,7 @@ class RateEstimate:
             self._busy_s, self._num_bytes, self._num_chunks = 0.0, 0.0, 0
 
     def pause(self) -> None:
-        """Note that no bytes are under way until the next chunk.
+        """Record that no bytes are under way until the next chunk.
 
         This time is not busy time.
         """
@@ -151,7 +151,7 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Note the share of the children, 0 to 1, that the uplink does not limit from now on."""
+        """Set the share of the children, 0 to 1, that the uplink does not limit from now on."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)
@@ -215,7 +215,7 @@ PAYLOAD_SHARE = 1 / 8
 """Largest size of a probe, as a share of the size of a version."""
 MAX_PROBES = 3
 UNANSWERED_S = 3.0
-"""Seconds without an answer to a probe after which another peer may be probed."""
+"""Seconds to wait for the answer to a probe. After this time, a different peer may be probed."""
 
 
 class UplinkProbe:

@@ -107,8 +107,8 @@ class VersionDamaged(Action):
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """The first and the longest pause between two retries, in seconds. The pause doubles each time."""
 RELEASE_PAUSE_S = 0.2
-"""Seconds from the drop of an image to the next retry. The image's memory is freed only when the
-last frame that uses it has been sent.
+"""Seconds from the drop of an image to the next retry. The pause is needed because the image's
+memory is freed only when the last frame that uses it has been sent.
 """
 
 
@@ -127,7 +127,7 @@ class SpaceRetry:
         return self.retry_at is not None
 
     def lack(self, error: StorageError, *, now: float) -> list[Action]:
-        """Note that an item found no space; retry after a pause.
+        """Record that an item found no space; retry after a pause.
 
         The pause doubles each time. The first failure returns a warning for the operator.
         """
@@ -140,7 +140,7 @@ class SpaceRetry:
         return [Note("warning", text)]
 
     def released(self, *, now: float) -> None:
-        """Note that an image was dropped; retry soon if an item lacks space."""
+        """Record that an image was dropped; retry soon if an item lacks space."""
         if self.retry_at is not None:
             self.retry_at = min(self.retry_at, now + RELEASE_PAUSE_S)
 
@@ -155,7 +155,7 @@ class SpaceRetry:
         return True
 
     def found(self) -> None:
-        """Note that the item has found space.
+        """Record that the item has found space.
 
         The next failure is reported again and begins with the shortest pause.
         """
@@ -195,7 +195,7 @@ class Receiver:
     def set_parent(
         self, peer: str | None, *, rtt_s: float | None = None, now: float
     ) -> list[Action]:
-        """Fetch weights from `peer` from now on; None stops fetching. Held chunks are kept."""
+        """Make `peer` the parent to fetch from; None stops fetching. Held chunks are kept."""
         if self.link.peer != peer:
             self.disconnect()
         self.link.connect(peer, rtt_s=rtt_s)
@@ -225,7 +225,7 @@ class Receiver:
     # --- messages --------------------------------------------------------------------------------
 
     def _is_from_parent(self, peer: str) -> bool:
-        """Return whether a peer is the parent; note a message of the parent."""
+        """Return whether `peer` is the parent. If so, record that the parent has sent a message."""
         if peer != self.link.peer:
             return False
         self.link.on_message()
@@ -419,7 +419,7 @@ class Receiver:
         return [*self._go_on(encoded.version, now), *self.arrived(item_id, now)]
 
     def _go_on(self, version: PolicyVersion, now: float) -> list[Action]:
-        """Seal a complete version, and decode the deltas against this version.
+        """Seal a complete version, and decode the deltas that have this version as their base.
 
         Sealing adds the version's manifest, if the manifest has arrived.
         """
@@ -468,7 +468,7 @@ class Receiver:
     def take(
         self, peer: str, message: Chunk, payload: list[Frame], *, now: float
     ) -> list[Action | ParentFailed]:
-        """Start to write chunks that the parent has sent; ignore chunks of other peers.
+        """Start to write chunks that the parent has sent; ignore chunks from other peers.
 
         Raises:
             RemoteProtocolError: if a chunk's index is outside its item, or its bytes are missing.
@@ -552,7 +552,7 @@ class Receiver:
     def _hold(
         self, right: list[WriteChunk], is_parent: bool, now: float
     ) -> list[Action | ParentFailed]:
-        """Mark written chunks as held, and process the item if the item is now complete."""
+        """Mark written chunks as held, and process what they complete: blocks or an image."""
         item_id, item = right[0].item_id, right[0].item
         chunks: dict[int, Frame] = {}
         size = 0
@@ -572,7 +572,10 @@ class Receiver:
         return actions
 
     def _refuse_chunk(self, work: WriteChunk, now: float) -> list[Action | ParentFailed]:
-        """Request a chunk with a wrong hash again; leave the parent after MAX_BAD_CHUNKS."""
+        """Request a chunk with a wrong hash again.
+
+        After MAX_BAD_CHUNKS such chunks, leave the parent.
+        """
         self.num_bad_chunks += 1
         text = f"chunk {work.index} of {work.item_id[0]} from {work.peer} does not match its hash"
         actions: list[Action | ParentFailed] = [Note("warning", f"{text}; asking again")]
@@ -606,7 +609,10 @@ class Receiver:
         return earliest(self.watchdog.deadline(self.item), self.space.retry_at, self.audit.deadline)
 
     def expire(self, *, now: float) -> list[Action | ParentFailed]:
-        """Ask or leave a silent parent, retry an item that lacked space, and continue the audit."""
+        """Ask a silent parent again or leave it.
+
+        Also retry an item that lacked space, and continue the audit.
+        """
         item = None if self.item is None else self.store.get(self.item)
         if item is None or not item.is_missing:
             self.link.complete()  # the last table may arrive after the last chunk

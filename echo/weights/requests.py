@@ -13,7 +13,7 @@ from echo.wire.messages import Credit, Fetch, ItemId, Message, Subscribe
 
 
 class Requests:
-    """Makes a node's messages to its parent. The link determines the credit."""
+    """Makes the messages that a node sends to its parent. The link determines the credit."""
 
     def __init__(self, link: ParentLink, store: ItemStore, *, node_id: str) -> None:
         """Store the link and the item store, both shared with the `Receiver`."""

@@ -66,7 +66,7 @@ class PublishPace:
         self._published_at: dict[PolicyVersion, float] = {}
         self._num_bytes = 0
         self.broadcast_s: float | None = None
-        """Seconds that the last broadcast to every node took; None before the first."""
+        """Seconds that the last broadcast to every node took; None before the first broadcast."""
         self.num_broadcasts = 0
         """Number of completed broadcasts. Versions that arrived together count once."""
 
@@ -105,7 +105,7 @@ class PublishPace:
         return bool(self._published_at)
 
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
-        """Note that a version of `num_bytes` was published at the time `now`."""
+        """Record that a version of `num_bytes` was published at the time `now`."""
         self._num_bytes = num_bytes
         self._published_step = version.step
         self._published_at[version] = now
@@ -115,7 +115,7 @@ class PublishPace:
     def received(
         self, installed: Sequence[PolicyVersion | None], *, now: float, train_s: float | None
     ) -> bool:
-        """Note the newest version on each node; return whether a broadcast has just completed.
+        """Record the newest version on each node; return whether a broadcast has just completed.
 
         `installed` has None for a node without a version. `train_s`, the duration of a training
         step, adapts the period; None if unknown.
@@ -157,7 +157,7 @@ class FetchPath(NamedTuple):
 def cheapest_paths(
     held: Collection[PolicyVersion], offers: Mapping[ItemId, int]
 ) -> dict[PolicyVersion, FetchPath]:
-    """Return the cheapest path to each version that can be reached.
+    """Return the cheapest path from the held versions to each version that can be reached.
 
     The cheapest path has the fewest bytes. Of paths with equal bytes, the path with the fewest
     steps is cheaper. Of paths with equal steps, the first in `offers` is taken. A delta leads to a
@@ -189,19 +189,19 @@ MIN_IMAGE_BYTES = 4 << 20
 A smaller image fits into one credit window.
 """
 HOPELESS_SHARE = 0.9
-"""Largest ratio of coded bytes to image bytes in the first segment. Above it, an encoded version is
-abandoned.
+"""An encoded version is abandoned if its first segment has more than this ratio of coded bytes to
+image bytes.
 """
 KEYFRAME_MARGIN = 0.25
-"""Largest excess of the present path over a new keyframe, as a share of the keyframe's bytes. Above
-it, a new keyframe is due.
+"""A new keyframe is due if the present path is larger than that keyframe by more than this share of
+the keyframe's bytes.
 
 The present path is the last keyframe and all later deltas.
 """
 MAX_STEPS = 16
 """Largest number of encoded versions on the path to the newest version."""
 DELTA_SHARE = 0.8
-"""Largest size of a delta, as a share of the smallest form without a base."""
+"""Largest size of a delta, as a share of the size of the smallest form without a base."""
 RETRY_AFTER = 8
 """Number of versions without a delta after which a delta is tried again."""
 KEYFRAME_SHARE = 2 / 3
@@ -250,7 +250,7 @@ class FormSchedule:
         return "delta" if has_base and (not is_auto or self._is_delta_due) else "keyframe"
 
     def is_hopeless(self, coded_bytes: int, image_bytes: int) -> bool:
-        """Return whether to abandon an encoded version, judged by its first segment.
+        """Return whether to abandon an encoded version. Its first segment decides.
 
         The arguments are the coded and the decoded size of this segment.
         """
@@ -268,7 +268,7 @@ class FormSchedule:
             self._delta_bytes, self._num_since_delta = num_bytes, 0
 
     def is_keyframe_due(self, offers: Mapping[ItemId, int], newest: PolicyVersion) -> bool:
-        """Return whether to make a keyframe of the newest version too.
+        """Return whether to also make a keyframe of the newest version.
 
         Args:
             offers: the items of all versions up to the newest, with their sizes in bytes.

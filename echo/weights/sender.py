@@ -73,8 +73,8 @@ Two chunks of 1 MiB share a message if the child takes more than 3 Gbit/s. At ea
 message delays its first chunk by at most this time.
 """
 TOGETHER_BYTES = 4 << 20
-"""Largest size of a message with several chunks, in bytes. Larger messages exceed the CPU's caches
-and are no faster.
+"""Largest size of a message with several chunks, in bytes. Larger messages are not sent faster,
+because they exceed the CPU's caches.
 """
 
 
@@ -105,7 +105,7 @@ class Pace:
             self._num_sent, self._busy_s = 0, 0.0
 
     def run(self, now: float) -> None:
-        """Count the time from now on, because the child wants chunks and may get chunks."""
+        """Start to count time, because the child wants chunks and may receive chunks."""
         self._count(now)
         self._runs_since = now
         if self.began_at is None:
@@ -117,7 +117,7 @@ class Pace:
         self._runs_since = None
 
     def sent(self, num_chunks: int, now: float) -> None:
-        """Note that chunks were sent to the child."""
+        """Record that chunks were sent to the child."""
         self.run(now)
         self._num_sent += num_chunks
 
@@ -152,7 +152,9 @@ class Child:
     """The newest version that was announced to the child."""
     fetching: ItemId | None = None
     awaiting: ItemId | None = None
-    """The requested item while this node does not know it; otherwise None."""
+    """The item that the child has requested, if this node does not know the item yet; otherwise
+    None.
+    """
     ranges: tuple[tuple[int, int], ...] = ()
     """The ranges of chunks that the child has requested, including chunks that this node does not
     know.
@@ -165,8 +167,8 @@ class Child:
     num_segments: int = 0
     credit_bytes: int = 0
     lead: int = 0
-    """Number of chunks sent to the child, plus the smallest lead of its siblings when the fetch
-    began.
+    """Number of chunks sent to the child, plus the smallest lead of its siblings when the child
+    began to fetch.
     """
     pace: Pace = field(default_factory=Pace)
     acked_at: float = 0.0
@@ -189,7 +191,10 @@ class Child:
         self.wanted.clear()
 
     def begin(self, message: Fetch, *, now: float) -> None:
-        """Note the child's request. This node has the requested item, complete or partial."""
+        """Record the child's request.
+
+        This node must have the requested item, complete or partial.
+        """
         self.fetching = (message.version, message.form)
         self.ranges = message.ranges
         self.num_segments, self.credit_bytes = message.num_segments, 0
@@ -200,7 +205,10 @@ class Child:
         self.pace.run(now)
 
     def give(self, credit_bytes: int) -> None:
-        """Add credit in bytes, up to MAX_WINDOW_BYTES; an honest child never has more."""
+        """Add credit in bytes, up to a total of MAX_WINDOW_BYTES.
+
+        An honest child never exceeds it.
+        """
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
     def grow(self, item: Chunked) -> None:
@@ -212,7 +220,7 @@ class Child:
         self.is_open = item.is_open and bool(self.ranges) and self.ranges[-1][1] > num_chunks
 
     def hold_back(self, now: float) -> None:
-        """Note that the child must wait for a sibling."""
+        """Record that the child must wait for a sibling."""
         if self.held_at is None:
             self.held_at, self.waiting_s = now, 0.0
             self.pace.rest(now)
@@ -222,13 +230,13 @@ class Child:
         return bool(self.wanted) and self.credit_bytes > 0 and bool(item.has_chunk[self.wanted[0]])
 
     def take_next(self, num_bytes: int) -> None:
-        """Note that the next wanted chunk, of `num_bytes` bytes, is being sent to the child."""
+        """Record that the next wanted chunk, of `num_bytes` bytes, is being sent to the child."""
         self.wanted.popleft()
         self.credit_bytes -= num_bytes
         self.lead += 1
 
     def sent(self, num_chunks: int, now: float) -> None:
-        """Note that chunks were sent to the child."""
+        """Record that chunks were sent to the child."""
         self.pace.sent(num_chunks, now)
         self.waiting_sent_at, self.waiting_s = now, 0.0
         self.held_at = None
@@ -255,10 +263,11 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
 # --- sender ---------------------------------------------------------------------------------------
 
 PIN_STALLS = 10
-"""Silence of a child, as a multiple of stall_s, after which the child's item may be evicted."""
+"""Time, as a multiple of stall_s, for which a child may be silent before its item may be evicted.
+"""
 FORGET_STALLS = 60
-"""Time after an announcement, as a multiple of stall_s, after which a child without a reaction is
-forgotten.
+"""Time, as a multiple of stall_s, in which a child must react to an announcement. Then this node
+forgets the child.
 """
 MAX_LEAD_CHUNKS = 4
 """Largest number of chunks by which a child may be ahead of its slowest sibling."""
@@ -268,8 +277,8 @@ where all nodes share the learner's uplink.
 """
 SLOW_AFTER_S = 5.0
 SILENT_CHUNKS = 8
-"""Length of a silence after which siblings do not wait for a child, as the number of chunks that
-the child would usually take in this time.
+"""Length of a silence after which siblings do not wait for a child. It is given as the number of
+chunks that the child would usually take in this time.
 """
 SILENT_AFTER_S = 0.5
 """Shortest silence, in seconds, after which siblings do not wait for a child."""
@@ -525,7 +534,7 @@ class Sender:
         return actions
 
     def extend(self, item: ItemId, now: float) -> list[Action]:
-        """Send the table of a new segment, and this node's chunks of the segment, to children."""
+        """Send children the table of a new segment, and the segment's chunks that are held here."""
         encoded = self.store.encoded_versions.get(item)
         actions: list[Action] = []
         for peer, child in tuple(self.children.items()):
@@ -622,7 +631,7 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Answer a child that waits for an item that this node did not know."""
+        """Answer a child that requested an item that was unknown here at that time."""
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # The item was announced; the child asks again if that was lost.

@@ -36,17 +36,17 @@ class Watchdog:
         """The longest time, in seconds, from `_since` to the next new chunk."""
 
     def lives(self, *, now: float) -> None:
-        """Note that the parent has sent a message, perhaps without a new chunk."""
+        """Record that the parent has sent a message, perhaps without a new chunk."""
         self._link.lives(now=now)
         self._since = now if self._since is None else self._since
 
     def waits(self, *, again_s: float, now: float) -> None:
-        """Note a Waiting of the parent, which announces the next Waiting within `again_s`."""
+        """Record that the parent has sent Waiting and will repeat it within `again_s`."""
         self._link.waits(again_s=again_s, now=now)
         self._since = now if self._since is None else self._since
 
     def received(self, *, now: float) -> None:
-        """Note that a new chunk or table of the item has arrived."""
+        """Record that a new chunk or table of the item has arrived."""
         if self._since is not None:
             self._longest_pause_s = max(self._longest_pause_s, now - self._since)
         self._since = None
@@ -56,7 +56,7 @@ class Watchdog:
         self._since, self._longest_pause_s = None, 0.0
 
     def _gives_up_at(self, item: ItemId | None) -> float | None:
-        """Return the time at which the parent's wait for an announced item becomes too long.
+        """Return the time at which the parent has waited too long for an item that it announced.
 
         None while the parent does not wait for the item.
         """

@@ -143,7 +143,7 @@ class Transfer(Chunked):
     signed: SignedManifest | None
     """The manifest that the learner has signed; None until it has arrived."""
     manifest: Manifest
-    """The manifest; without hashes until `signed` has arrived."""
+    """The manifest. It has no hashes until `signed` has arrived."""
     storage: bytearray | memoryview
     has_chunk: bytearray
     num_held: int = 0
@@ -153,9 +153,11 @@ class Transfer(Chunked):
     copies.
     """
     is_hashed: bool = True
-    """Whether each chunk was hashed on arrival. False for an image that signed deltas have made."""
+    """Whether each chunk was hashed on arrival. False for an image that was built from signed
+    deltas.
+    """
     later: list[Patch] = field(default_factory=list)
-    """Patches over the image's memory, written or being written; oldest first.
+    """Patches that were written or are being written over the image's memory, oldest first.
 
     Appending to the list begins a patch, and assigning a new list takes a patch back. So `read`
     detects a new patch by the list's length, and a patch that was taken back by the list's
@@ -164,7 +166,7 @@ class Transfer(Chunked):
     sent: SentChunks = field(default_factory=SentChunks)
     """A cache of recently sent encrypted chunks."""
     is_damaged: bool = False
-    """Whether some chunk was found that does not match its hash."""
+    """Whether a chunk was found whose bytes do not match its hash."""
 
     @property
     def is_current(self) -> bool:

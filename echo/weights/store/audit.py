@@ -1,4 +1,4 @@
-"""The audit: hashes, in the background, the chunks of images that deltas have made.
+"""The audit: hashes, in the background, the chunks of images that were built from deltas.
 
 The learner signs the old and new words of each delta, so patched words are correct. The other words
 of the image may have been damaged in memory. The manifest of such a version (its seal) arrives
@@ -73,11 +73,14 @@ class Audit:
         return is_held
 
     def _due_after(self, now: float) -> float:
-        """Return the time of the next piece, so that hashing takes AUDIT_SHARE of the time."""
+        """Return the time of the next piece. The pause keeps hashing at AUDIT_SHARE of the time."""
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:
-        """Begin to hash the newest sealed image that deltas made, if newer than `audited`."""
+        """Begin to hash the newest sealed image if it was built from deltas.
+
+        The image must be newer than the version `audited`.
+        """
         newest = self._store.newest_sealed
         if newest is not None and newest > audited:
             image = self._store.images[newest]

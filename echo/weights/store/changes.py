@@ -28,7 +28,7 @@ class ChunksHeld(StoreChange):
 
 @dataclass(frozen=True, slots=True)
 class SegmentKnown(StoreChange):
-    """The next table of an encoded version has arrived, with the hashes of its chunks."""
+    """The next table of an encoded version has arrived, with the hashes of the segment's chunks."""
 
     item: ItemId
 
@@ -47,4 +47,4 @@ class ItemDropped(StoreChange):
 
 @dataclass(frozen=True, slots=True)
 class EvictionDue(StoreChange):
-    """Older items may be dropped: the node has begun or completed an item."""
+    """Older items may be dropped, because the node has begun to fetch an item or completed one."""

@@ -66,7 +66,7 @@ class OpenBlock(Work):
     """Memory of the block in a patched copy of the base; None if the base is patched in place."""
 
     def run(self) -> str:
-        """Find the changes; return a description of a fault, or ""."""
+        """Find the changes; return a description of a fault, or "" if there was none."""
         patch = self.encoded.patch
         assert patch is not None
         try:
@@ -107,7 +107,7 @@ class DecodeBlock(Work):
         return self.encoded.form
 
     def run(self) -> str:
-        """Decode the block; return a description of a fault, or ""."""
+        """Decode the block; return a description of a fault, or "" if there was none."""
         try:
             decode_block(_plain(self.coded, self.encrypted), self.base, self.out)
         except RemoteProtocolError as error:
@@ -174,7 +174,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the tables have hashes of the replaced words, not of the decoded image."""
+        """Whether the tables have hashes of the replaced words instead of the decoded image."""
         return bool(self._parts) and self._parts[0].table.is_on_base
 
     @property
@@ -236,7 +236,7 @@ class EncodedVersion(Chunked):
         self, frame: bytes | bytearray | memoryview, *, public_key: bytes, run_id: str,
         max_bytes: int,
     ) -> SegmentTable:  # fmt: skip
-        """Verify the frame of the next table, from the network; return the table.
+        """Verify the frame of the next table, which came from the network; return the table.
 
         Raises:
             RemoteProtocolError: if the signature, the run, the order of segments or any size is
@@ -300,7 +300,7 @@ class EncodedVersion(Chunked):
     # --- blocks ----------------------------------------------------------------------------------
 
     def base_among(self, images: Mapping[PolicyVersion, Transfer]) -> Transfer | None:
-        """Return the image of this delta's base from `images`.
+        """Return the image in `images` that is the base of this delta.
 
         None for a keyframe, or if `images` lacks the complete image.
         """
@@ -366,7 +366,7 @@ class EncodedVersion(Chunked):
         )
 
     def decoded(self, work: DecodeBlock | OpenBlock) -> bool:
-        """Note that a block was decoded correctly; return whether it was the last block."""
+        """Record that a block was decoded correctly; return whether it was the last block."""
         self._decoded_blocks.add(work.block)
         last = self._parts[-1].table
         return last.is_last and len(self._decoded_blocks) == last.num_blocks_in_image

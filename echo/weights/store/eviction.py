@@ -86,7 +86,7 @@ def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
 
 
 def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
-    """Return the partial downloads that `item` replaces: the same version in other forms."""
+    """Return the partial downloads that `item` replaces: its version in different forms."""
     version, _ = item
     image = store.images.get(version)
     halves = [(version, FULL)] if image is not None and not image.is_complete else []

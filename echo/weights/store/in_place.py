@@ -110,7 +110,7 @@ class InPlace:
         return encoded if encoded is not None and encoded.patch is patch else None
 
     def take_back(self, encoded: EncodedVersion) -> None:
-        """Undo `begin`: the patch of the delta was not written."""
+        """Undo `begin`, because the patch of the delta was not written."""
         base = encoded.base_among(self._images)
         for image in [] if base is None else self._images_in(base.storage):
             image.later = [patch for patch in image.later if patch is not encoded.patch]

@@ -25,7 +25,7 @@ def allocate(num_bytes: int) -> memoryview:
 
 
 def touched_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return an array of zeros with pages that are allocated already."""
+    """Return an array of zeros whose memory pages are already allocated."""
     piece = np.empty(num_bytes, np.uint8)
     piece.fill(0)
     return piece

@@ -38,7 +38,7 @@ from echo.wire.messages import FULL, EncodedVersionOffer, ItemId
 
 
 class ItemStore:
-    """The images of a node by version, and the encoded versions by item."""
+    """The images of a node by version, and the encoded versions of the node by item."""
 
     def __init__(
         self, *, keep_versions: int = KEEP_VERSIONS, version_store: VersionStore | None = None
@@ -82,7 +82,7 @@ class ItemStore:
         self.images[image.manifest.version] = image
 
     def begin_encoded(self, item: ItemId, *, expected_bytes: int) -> None:
-        """Add an encoded version that will be fetched, with no segments yet."""
+        """Add an encoded version that will be fetched. It has no segments yet."""
         encoded = self.encoded_versions[item] = EncodedVersion(*item)
         encoded.expected_bytes = expected_bytes
 
@@ -117,7 +117,10 @@ class ItemStore:
         return ""
 
     def may_block(self, item: ItemId) -> bool:
-        """Return whether writing a chunk of an item may block, and so needs a thread."""
+        """Return whether writing a chunk of an item may block.
+
+        If so, a thread must write the chunk.
+        """
         return item[1] == FULL and self.version_store.may_block
 
     def decodable(self, encoded: EncodedVersion, index: int) -> list[DecodeBlock | OpenBlock]:
@@ -157,14 +160,14 @@ class ItemStore:
         self.version_store.advance(encoded.form.base, encoded.version)
 
     def seal(self, version: PolicyVersion, signed: SignedManifest, manifest: Manifest) -> str:
-        """Add the learner's manifest to an image; return why the manifest does not fit, or ""."""
+        """Add the learner's manifest to an image; return why it does not fit, or "" if it fits."""
         fault = self.images[version].seal(signed, manifest)
         if not fault:
             self.version_store.sealed(version, encode_signed(signed))
         return fault
 
     def chunk_bytes(self, item: ItemId | None) -> int:
-        """Return the size of an item's chunks in bytes; 1 MiB if unknown."""
+        """Return the size of an item's chunks in bytes; 1 MiB if the size is unknown."""
         found = None if item is None else self.get(item)
         return found.chunk_size(0) if found is not None and found.num_chunks else 1 << 20
 
@@ -197,7 +200,7 @@ class ItemStore:
 
     @property
     def newest_signed(self) -> PolicyVersion | None:
-        """The newest complete version whose manifest has arrived; None without such a version.
+        """The newest complete version whose manifest has arrived; None if there is no such version.
 
         A child asks its parent to announce versions that are newer than this version.
         """

@@ -21,7 +21,7 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Raise a RemoteProtocolError of the `with` block as a ForgedError.
+    """Convert a RemoteProtocolError that the `with` block raises to a ForgedError.
 
     ForgedError means that the learner did not sign a forwarded manifest or table.
     """
@@ -38,7 +38,9 @@ class TrustedManifests:
         """Start with no key. Call `set` before any verification."""
         self.manifests: dict[PolicyVersion, tuple[SignedManifest, Manifest]] = {}
         self.local_image: tuple[bytearray, bytes] | None = None
-        """An image that this machine had already, and the image's hash; None without an image."""
+        """(image that was on this machine before any fetch, hash of the image); None if there is no
+        such image.
+        """
         self._public_key: bytes | None = None
         self.run_id = ""
         self._max_image_bytes = 0
@@ -83,7 +85,7 @@ class TrustedManifests:
         return self.manifests[version][1]
 
     def use_local_image(self, version: PolicyVersion) -> Transfer | None:
-        """Return this machine's own image if the image has the hash of `version`, else None.
+        """Return this machine's own image if it has the hash of `version`; None otherwise.
 
         Only the first announced version is compared. Afterwards the image is dropped.
         """
@@ -113,7 +115,7 @@ class TrustedManifests:
             )
 
     def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
-        """Forget the manifests of versions before `oldest`, except those in `offered`."""
+        """Forget the manifests of versions before `oldest`, except those of images in `offered`."""
         kept = {version for version, form in offered if form == FULL}
         old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
         for version in old:

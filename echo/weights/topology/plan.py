@@ -180,11 +180,11 @@ class _Rows:
 # plan is not patched.
 
 MOST_CHANGED = 0.25
-"""Largest share of changed links up to which a former plan is adapted instead of replaced."""
+"""A former plan is adapted instead of replaced if at most this share of the links must change."""
 
 
 def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
-    """Return the tree of a former plan, changed only for nodes that joined or left.
+    """Adapt a former plan to the nodes that joined or left; return the adapted tree.
 
     None if too many links have changed.
 
@@ -258,7 +258,7 @@ class _Hosts:
             latencies[node] = latencies[parents[node]] + hop_s
 
     def choose(self, reached: list[int], latencies: list[float], node: int) -> int:
-        """Return the parent for a node, one of the nodes in `reached`.
+        """Return which of the nodes in `reached` becomes the parent of `node`.
 
         If another node can serve, the learner gets no more children than in the former plan.
         """
@@ -319,11 +319,11 @@ class Topology:
     parents: Parents
     """Node id -> ((node id, address) of each parent, the learner last)."""
     predicted_s: float
-    """Predicted seconds until all nodes have the payload, except stragglers (`sites.py`)."""
+    """Predicted seconds until all nodes except stragglers (`sites.py`) have the payload."""
     rate_bytes_per_s: float
     """Predicted rate of the slowest receiver, in bytes per second."""
     candidates: tuple[Candidate, ...]
-    """The plans that were compared, the fastest first."""
+    """The plans that were compared with each other, the fastest first."""
 
 
 def plan_topology(
@@ -398,12 +398,12 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether another plan, of `other_s` seconds, saves too little."""
+        """Return whether a plan that takes `other_s` seconds saves too little against this plan."""
         return self.seconds * (1 - min_gain) <= other_s
 
 
 def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
-    """Return the fast plans with the fewest links between regions.
+    """Return, from the fast plans, the plans with the fewest links between regions.
 
     A plan is fast if it is at most REGION_COST slower than the fastest plan. Arguments and results
     are sorted, the fastest plan first.
@@ -425,7 +425,7 @@ class _Planner:
         self._has_regions = len(set(fleet.regions)) > 1
 
     def keep(self, previous: Topology) -> _Plan | None:
-        """Return the plan in force, changed only for nodes that joined or left.
+        """Adapt the plan in force to the nodes that joined or left; return the adapted plan.
 
         None if too many links have changed.
         """
@@ -508,8 +508,8 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
 
 
 PLAN_S = 1e-2
-"""Shortest pause between two plans, in seconds per node of the fleet: 10 s with 1000 nodes. So
-nodes that join at about the same time cause only one plan.
+"""Shortest pause between two plans, in seconds per node of the fleet: 10 s with 1000 nodes. Because
+of the pause, nodes that join at about the same time cause only one plan.
 """
 REPLAN_S = 10.0
 """Seconds between two plans while broadcasts take longer than WORTHWHILE_S."""
@@ -519,7 +519,7 @@ NEWS_S = 2.0
 Several probes end at about the same time, so one plan can use all results.
 """
 MIN_GAIN, BUSY_GAIN = 0.03, 0.1
-"""Share of the predicted time that another plan must save to replace the plan in force.
+"""A new plan replaces the plan in force if it saves more than this share of the predicted time.
 
 The first value applies between broadcasts, the second during a broadcast.
 """
@@ -618,7 +618,7 @@ class Planner:
         return now >= (self._rested_at if is_between else self._planned_at) + period_s
 
     def learn(self, stats: NodeStats, *, former: NodeStats) -> None:
-        """Note a node's statistics. The first measurement of an uplink makes a new plan due."""
+        """Record a node's statistics. The first measurement of an uplink makes a new plan due."""
         if stats.uplink_bytes_per_s is not None and former.uplink_bytes_per_s is None:
             self.has_news = True
 
@@ -750,7 +750,7 @@ class Planner:
         }
 
     def _plan_behind_relays(self, sites: Sequence[Site]) -> dict[str, TopologyPlan]:
-        """Make a plan that is one chain, the relays first.
+        """Plan a single chain that begins with the relays.
 
         This plan is used if the learner's address is unknown: without the address, a node behind a
         relay cannot fetch weights from the learner.

@@ -185,7 +185,7 @@ def _known(rate: float | None, assumed: float) -> float:
 
 
 LIMIT_SHARE = 0.7
-"""Rate a is clearly lower than rate b if a is below this share of b."""
+"""A rate is clearly lower than a second rate if it is below this share of the second rate."""
 
 
 def downlink_limits(
@@ -195,7 +195,7 @@ def downlink_limits(
     *,
     root: str,
 ) -> dict[str, float]:
-    """Return the downlink rates of the nodes whose downlink is the limit.
+    """Return the downlink rate of each node that is limited by its own downlink.
 
     The rates are in bytes per second. A downlink is the limit if the node's parent could clearly
     send faster.

@@ -1,4 +1,4 @@
-"""The throughput of a plan, and the upper bound for all plans.
+"""The throughput of a plan, and the upper bound that no plan can exceed.
 
 Bound (Kumar and Ross 2006; Mundinger et al. 2008): every receiver gets the whole version, and every
 received byte was sent by a node. Let u0 be the rate of the learner's uplink, and u and d the rates

@@ -25,11 +25,11 @@ from echo.weights.topology.sites import Sites
 _Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 WINDOW = 16
-"""Largest number of candidates whose distances are compared."""
+"""Largest number of candidate nodes whose distances to a node are compared."""
 
 REGION_COST = 0.5
-"""Largest slowdown, as a share, that a single link into a region may cause. Beyond it, more links
-enter the region.
+"""Largest share by which a single link into a region may slow a tree down. If the slowdown would be
+larger, more links enter the region.
 """
 
 HEADROOM = 1.25
@@ -82,7 +82,9 @@ def chain(fleet: Sites) -> list[int] | None:
 def bounded_tree(
     fleet: Sites, *, does_spare_learner: bool, is_by_region: bool = True, share: float = 1.0
 ) -> list[int] | None:
-    """Return the fastest tree over all nodes that the uplinks allow.
+    """Return the fastest degree-bounded tree over all nodes.
+
+    Each node has at most as many children as its uplink can feed.
 
     None if the nodes cannot serve enough children.
 
