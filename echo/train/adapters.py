@@ -153,7 +153,7 @@ class Adapters:
         self._weights.restore_adapter(other)
 
     def check_gradient(self) -> None:
-        """Raise an error if only adapters that are not in use have a gradient.
+        """Raise an error if the adapter in use has no gradient, but another adapter has one.
 
         Raises:
             ConfigError: in this case. The message names the adapters with a gradient.

@@ -59,7 +59,7 @@ from the rounding of float32 scores.
 
 
 def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, float]:
-    """Return the variance of the log-ratio, and the share of each cause.
+    """Return the variance of the log-ratio, and which share of this variance each cause has.
 
     Args:
         parts: for each cause, its part of the log-ratio of N >= 1 tokens; [N] nats.
@@ -95,7 +95,7 @@ class RoundTrip:
         self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
 
     def keeps(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the completion's text encodes to the same token ids again."""
+        """Return whether a completion keeps its token ids when decoded and encoded again."""
         text = tokenization.decode(self._tokenizer, token_ids, self.stop_ids)
         again = self._tokenizer.encode(text, add_special_tokens=False)
         return list(token_ids[: len(again)]) == again and (
@@ -194,7 +194,7 @@ class MismatchProbe:
 
 
 def _columns(scores: list[list[npt.NDArray[np.float32]]]) -> tuple[list[Floats], list[Floats]]:
-    """Return log-probabilities, and logs of the kept mass, as one array per rollout each.
+    """Return two lists: each rollout's log-probabilities, and each rollout's logs of the kept mass.
 
     Each group in `scores` has a single rollout.
     """
@@ -319,7 +319,7 @@ variance, and take a fraction of a step's time.
 
 
 class Attribution:
-    """Measures the mismatch before steps, and keeps the versions needed for measurements."""
+    """Measures the mismatch before steps, and keeps the versions that the measurements need."""
 
     def __init__(
         self,

@@ -70,11 +70,11 @@ class AdvantageSettings:
     these completions still count in the baseline.
     """
     value_beta: float | None = None
-    """b in the baseline b ln mean exp(r / b) of the group's rewards r; None if the baseline is the
-    mean reward.
+    """The number b in the baseline b ln(mean(exp(r / b))), where r are the rewards of the group.
+    None if the baseline is the mean reward.
     """
     keep_zero_variance: bool = False
-    """Whether a group with only advantages of 0 counts towards a step."""
+    """Whether a group whose advantages are all 0 counts towards a step."""
     max_abs_reward: float = 1e6
     """Largest absolute reward that a step accepts."""
     needs_support: bool = False
@@ -215,7 +215,7 @@ def _has_likely_ids(rollout: Rollout) -> bool:
 
 
 def _find_damage(group: Group, vocab_size: int, max_abs_reward: float) -> tuple[str, str] | None:
-    """Return reason and description of a group's damage."""
+    """Return the reason and the description of a group's damage."""
     if len(group.rollouts) < 2:
         return "one_member", " has one rollout: advantages need two or more of each prompt"
     if not np.isfinite(group.rewards).all():
@@ -281,7 +281,7 @@ def _are_within(ids: npt.NDArray[np.int32], vocab_size: int) -> bool:
 
 
 def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
-    """Return the group without trained tokens in completions that `overlong_filter` excludes."""
+    """Return the group, but train no token of a completion that `overlong_filter` excludes."""
     if not settings.overlong_filter:
         return group
     rollouts = tuple(
@@ -349,7 +349,7 @@ def _log_expectation(rollouts: Sequence[Rollout]) -> float:
 
 
 def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[TrainingRow]:
-    """Return the samples that have a gradient under a loss with these needs."""
+    """Return the samples that have a gradient if the loss has these needs."""
     if needs.every_rollout:
         live = [sample for sample in samples if sample.num_trained]
     else:

@@ -1,4 +1,4 @@
-"""Policy losses by name or import path.
+"""Loads a policy loss by its name or its import path.
 
 A custom loss is a function of `LossInputs` and keyword options that returns a `LossOutput`:
 

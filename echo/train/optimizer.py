@@ -142,7 +142,7 @@ class AdamW:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state from an optimizer's `tensors`, perhaps of another kind.
+        """Restore a state from the `tensors` of an optimizer, perhaps of a different class.
 
         An empty mapping restores the state before the first step.
 
@@ -293,7 +293,7 @@ class EightBitAdamW(AdamW):
             update_weights(held[name].detach(), by_name[name], mean, square, updates[step])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state from an optimizer's `tensors`, perhaps of another kind.
+        """Restore a state from the `tensors` of an optimizer, perhaps of a different class.
 
         An empty mapping restores the state before the first step.
 

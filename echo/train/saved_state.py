@@ -136,7 +136,7 @@ def load_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def find_adapters(directory: Path) -> tuple[str, ...]:
-    """Return the sorted names of the adapters that have a directory in a state.
+    """Return the sorted names of the adapters that have a directory in a saved state.
 
     A state without several adapters has no such directories.
     """

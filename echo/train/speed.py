@@ -46,7 +46,7 @@ class Speedometer:
         self._model = model
         self._device = compute.device
         self.micro_batch_tokens = compute.micro_batch_tokens
-        """Limit of a micro-batch in tokens; metrics divide by this number."""
+        """Limit of a micro-batch in tokens. Metrics of filling divide by this limit."""
         self._peak_flops = peak_flops(compute.device)
         self._totals = _Totals(time.perf_counter())
 

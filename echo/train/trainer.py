@@ -206,7 +206,7 @@ class Trainer:
         return _by_group(groups, scores)
 
     def optim_step(self, settings: OptimizerSettings) -> float:
-        """Clip the accumulated gradient, update the weights by AdamW, and drop the gradient.
+        """Clip the accumulated gradient, update the weights by AdamW, then drop the gradient.
 
         Args:
             settings: settings of this update. The learning rate is the rate at the present step.
@@ -272,7 +272,7 @@ class Trainer:
         )
 
     def find_faulty(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return, by group id, the reason of each group at fault in a refused batch.
+        """Return the groups at fault in a refused batch: group id -> reason.
 
         A group is at fault if a step would refuse a batch of this group alone.
         """
@@ -336,7 +336,7 @@ class Trainer:
         return metrics | means, by_group
 
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
-        """Return the settings, with a learning rate scaled by the effective sample size.
+        """Return the settings with a learning rate that is scaled by the effective sample size.
 
         The rate is multiplied by sqrt(ess), where ess = `rollout_ess(sums)` is between 0 and 1, and
         1 on-policy.
@@ -363,7 +363,7 @@ class Trainer:
         return [batch for batch in batches if batch.samples]
 
     def _with_proximal_logprobs(self, batches: Sequence[StepBatch]) -> list[StepBatch]:
-        """Return the batches, with proximal log-probabilities in all batches after the first.
+        """Return the batches. All batches after the first get proximal log-probabilities.
 
         The proximal policy is the present policy, since no update has been made yet.
         """
@@ -383,7 +383,7 @@ class Trainer:
         return [*batches[:1], *later]
 
     def _take_gradient(self, batch: StepBatch) -> BatchFindings:
-        """Add the gradient of a batch under the step's own loss.
+        """Add a batch's gradient under the step's own loss to the accumulated gradient.
 
         Raises:
             StepError: if the gradient cannot be computed, or the loss is not finite.
@@ -428,7 +428,7 @@ class Trainer:
     # --- weights and state -----------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights by name, without copying; tied tensors once.
+        """Return the weights by name, without copying them. Tied tensors are returned once.
 
         The next step changes these tensors. If there are several ranks, each tensor is this rank's
         part (ranks/sharding.py).
@@ -441,7 +441,7 @@ class Trainer:
         return self.policy.unrounded
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return CPU copies of the weights by name, tied tensors once.
+        """Return CPU copies of the weights by name. Tied tensors are returned once.
 
         If there are several ranks, each copy is this rank's part of a tensor.
         """

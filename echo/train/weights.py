@@ -30,7 +30,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Backup:
-    """Copies of weights and moments from before a step of several updates."""
+    """Copies of weights and moments, made before a step of several updates."""
 
     weights: Mapping[str, Tensor]
     """This rank's shard of each parameter, by parameter name."""
@@ -197,7 +197,7 @@ class TrainedWeights:
         self._policy.round()
 
     def cut_as_parameters(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return an optimizer's tensors, sharded like their parameters.
+        """Return an optimizer's tensors, each sharded like the parameter that it belongs to.
 
         Args:
             moments: "<parameter>/<part>" -> tensor, as `AdamW.tensors` returns them.

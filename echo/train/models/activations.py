@@ -48,7 +48,7 @@ def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool
 
 
 def checkpoint_offloaded(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute a layer with checkpointing, and keep the layer's inputs on the host.
+    """Compute a layer with checkpointing, and keep the inputs of the layer on the host.
 
     The inputs stay on the host until the backward pass.
     """
@@ -77,7 +77,7 @@ def begin_to_restore(offloaded: tuple[torch.device, Tensor]) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _give_back_beside(trim: Callable[[], None], layer: Any, inputs: Any, output: Any) -> None:
-    """Return freed memory to the system, after a layer's forward and before its backward.
+    """Return freed memory to the system, once after a layer's forward and once before its backward.
 
     If gradients are off, the function has no effect.
     """

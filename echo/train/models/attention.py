@@ -44,7 +44,8 @@ MAX_DENSE_WIDTH = 128
 TRIED_LENGTHS = (300, 170)
 """Lengths of the two segments in a trial, in tokens."""
 MAX_ERROR = 0.03
-"""Largest relative error of values and gradients in a trial. Rounding to 16 bits causes about .005.
+"""Largest relative error of values and gradients in a trial. Rounding to 16 bits causes an error of
+about .005.
 """
 
 FA3_MODULE = "flash_attn_interface"
@@ -66,11 +67,11 @@ class Kernel:
     implementation: str | None = None
     """torch's name of the implementation to activate; None for torch's default implementation."""
     long_from: int | None = None
-    """Smallest number of tokens for which dense products compute a segment; None for no dense
-    products.
+    """Smallest number of tokens of a segment that dense products compute; None if dense products
+    compute no segment.
     """
     slowdown: float = 1.0
-    """Time of attention in packed rows without dense products, as a multiple of the time in padded
+    """How many times as long attention takes in packed rows without dense products as in padded
     rows.
     """
 
@@ -349,7 +350,7 @@ def attend_varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return the attention within the segments of a row, by the varlen operator; [1, L, H, Dv].
+    """Compute, by the varlen operator, the attention within a row's segments, [1, L, H, Dv].
 
     Args:
         query: [1, H, L, D], L queries with H heads of width D.

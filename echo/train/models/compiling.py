@@ -1,4 +1,6 @@
-"""Compilation of decoder layers by torch, for fewer kernels and less memory traffic.
+"""Compilation of decoder layers by torch.
+
+Compiled layers need fewer kernels and less memory traffic.
 
 Layers are compiled, not the model: all layers of a kind, and rows of all lengths, share one graph.
 A compiled layer rounds at the same places as an uncompiled layer. So on a CPU, results are nearly
@@ -17,8 +19,9 @@ from echo.core.errors import EngineError
 from echo.core.extras import models_directory
 
 RECOMPILE_LIMIT = 64
-"""Largest number of graphs of one layer's code. Above it, layers run uncompiled. torch's own limit
-of 8 is too small: it counts the graphs of all models in the process.
+"""Largest number of graphs of one layer's code. If a layer needs more graphs, layers run
+uncompiled. torch's own limit of 8 is too small, because it counts the graphs of all models in the
+process.
 """
 MIN_STEPS = 20
 """Smallest number of steps in a run for which compiling saves more time than it costs."""

@@ -1,4 +1,4 @@
-"""FlashAttention 4, limited to the results that torch expects.
+"""FlashAttention 4, reduced to the return values that torch expects.
 
 Some versions of FlashAttention 4 return more values than torch expects.
 """

@@ -57,7 +57,7 @@ class ModelFlops:
     """Sizes of a model that determine its number of operations."""
 
     body: int
-    """Number of weights in matrix products that one token uses, without the head."""
+    """Number of weights that one token uses in matrix products, without the LM head."""
     body_trained: int
     """Number of the weights in `body` that have a gradient."""
     head: int
@@ -88,7 +88,7 @@ class ModelFlops:
         return (4 * self.body + 2 * self.body_trained) * num_tokens
 
     def palm(self, row_lengths: Iterable[int]) -> int:
-        """Return the number of operations of rows by PaLM's convention.
+        """Return the number of operations of rows, counted by PaLM's convention.
 
         `row_lengths` has the number of tokens of each row, without padding.
         """
@@ -162,7 +162,9 @@ def _attention(config: Any) -> Iterator[AttentionShape]:
 
 
 PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L40S": 362e12}
-"""(part of a GPU's name, dense bfloat16 operations per second); the first matching name counts."""
+"""(part of a GPU's name, dense bfloat16 operations per second). The first name that is part of the
+device's name counts.
+"""
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,4 +1,4 @@
-"""The models of a trainer: the policy, and the frozen models beside the policy.
+"""The models of a trainer: the trained policy, and up to two frozen models.
 
     policy     the model that is trained
     reference  a frozen model that the loss pulls the policy towards, for some losses
@@ -19,7 +19,7 @@ from echo.train.models.rescoring import Rescorer, Rescoring
 
 
 class Models:
-    """The policy, and the frozen models beside it."""
+    """The trained policy, and the frozen reference and rescorer if they are used."""
 
     def __init__(
         self,

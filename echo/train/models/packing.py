@@ -50,10 +50,10 @@ NAME = "packed"
 """transformers' name of the attention for packed rows."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Layer types, by transformers' names, that this attention supports."""
+"""transformers' names of the layer types that this attention supports."""
 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention functions, by name, that this attention refuses."""
+"""Names of the arguments of attention functions that this attention refuses."""
 
 PROBE_LENGTHS = (9, 6)
 """Lengths of the two segments of a trial, in tokens."""
@@ -62,8 +62,8 @@ PROMPT_PROBE = (9, 3, 6)
 """Lengths of the prompt and the two completions of a trial, in tokens."""
 
 MAX_LEAK = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest relative difference of a token's state that counts as rounding, by dtype. In 16 bits,
-deep models round by several percent, so the trial only shows that the kernel works.
+"""dtype -> largest relative difference of a token's state that counts as rounding. In 16 bits, deep
+models round by several percent, so the trial only shows that the kernel works.
 """
 
 PROBE_ERRORS = (
@@ -82,7 +82,7 @@ PROBE_ERRORS = (
 def arguments(
     segments: Segments, kernel: Kernel, *, seen: set[LayerShape] | None = None
 ) -> dict[str, Any]:
-    """Return a model's arguments for a packed row, besides `input_ids`.
+    """Return the arguments that a model needs for a packed row in addition to `input_ids`.
 
     Args:
         segments: segments of the row, on the model's device.
@@ -107,7 +107,7 @@ def arguments(
 
 
 def _long_segments(segments: Segments, kernel: Kernel) -> LongSegments | None:
-    """Return the long segments at the start of a row; None without long segments."""
+    """Return the long segments at the start of a row; None if the row has no long segments."""
     spans = list(zip(segments.lengths, segments.prefixes, strict=True))
     is_other = (
         kernel.long_from is None or length < kernel.long_from or bool(runs)
@@ -276,7 +276,7 @@ def _attend_runs(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Return the attention within a row's segments, [1, L, H, Dv], run by run.
+    """Return the attention within a row's segments, [1, L, H, Dv], computed run by run.
 
     This function is not compiled, because each new set of runs would need a new graph.
     """
@@ -393,7 +393,7 @@ def _find_leak(
     dtype: torch.dtype,
     shapes: set[LayerShape],
 ) -> str | None:
-    """Return a reason if the states of the second segment depend on the first segment."""
+    """Return a reason if the second segment's states depend on the first segment, else None."""
     given = arguments(row, plain_kernel(ids.device, dtype), seen=shapes)
     with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
         packed = _states(model, ids, **given)

@@ -123,8 +123,8 @@ class ModelSource:
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Weights by name that replace the directory's weights, tied tensors once. If `lora` is set,
-    the adapter's weights; None then starts an adapter that leaves the output unchanged.
+    """Name -> weight, in place of the directory's weights; tied tensors once. If `lora` is set,
+    these are the adapter's weights, and None starts an adapter that leaves the output unchanged.
     """
     weights_dir: Path | None = None
     """Directory of weights that replace the weights in `model_dir`."""
@@ -148,8 +148,8 @@ class Compute:
     micro_batch_tokens: int = 16384
     """Largest number of tokens that go through the model at once, including padding."""
     packs: Literal["auto"] | bool = True
-    """Whether to pack rollouts into rows, if the model keeps the rollouts of a row apart. "auto"
-    pads rows instead if padding is cheaper (rows.py).
+    """Whether to pack several rollouts into a row, if the model keeps them apart. "auto" pads rows
+    instead if padding is cheaper (rows.py).
     """
     share_prompts: bool = True
     """Whether rollouts of one prompt share the prompt in a packed row, if sharing saves enough
@@ -162,7 +162,8 @@ class Compute:
     the inputs of layers in the host's memory until the backward pass.
     """
     recompute_above: int = 0
-    """Largest number of tokens of a micro-batch whose activations are kept instead of recomputed.
+    """If a micro-batch has at most this number of tokens, its activations are kept instead of
+    recomputed.
     """
     compile_layers: CompileLayers = False
     """Whether torch compiles each decoder layer (compiling.py); "auto" compiles the layers that
@@ -286,7 +287,7 @@ class Policy:
             self.load(source.tensors)
 
     def _check_and_round(self) -> None:
-        """Check the model's logits, and round its weights for 16-bit computing.
+        """Check the model's logits. If the model computes in 16 bits, also round its weights.
 
         If possible, the logits are checked in float32, because rounding to 16 bits may hide a
         difference.
@@ -301,7 +302,7 @@ class Policy:
             self._check_logits(compute.dtype)
 
     def _shard(self, ranks: Ranks) -> ShardedModel:
-        """Shard the model, with new parameter objects; return the root."""
+        """Shard the model and return the root. Sharding replaces the parameter objects."""
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         root = sharding.shard(self.model, ranks, self.compute.dtype)
         if self._adapter is not None:
@@ -341,7 +342,7 @@ class Policy:
         return f"{eager}{name} is trained on {rows}{again}"
 
     def pad_rows(self, why: str) -> None:
-        """Change to padded rows; `why` is the reason for `describe_rows`."""
+        """Change to padded rows; `describe_rows` then names `why` as the reason."""
         if self.is_packed:
             self.model.set_attn_implementation(self._attention)
             self.padded_because = why
@@ -434,7 +435,7 @@ class Policy:
         return {name: tensor for name, tensor in self.tensors().items() if tensor.requires_grad}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite all weights in place, or only the adapter's weights.
+        """Overwrite all weights in place; with an adapter, overwrite only the adapter's weights.
 
         Raises:
             DataError: if a name or a shape differs from the model's. Then no weight is changed.
@@ -491,7 +492,7 @@ class Policy:
     def _scores(
         self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [N] log-probabilities and [N] entropies in nats; no entropies for "none"."""
+        """Return [N] log-probabilities and [N] entropies in nats; None as entropies for "none"."""
         states, head = self.predictors(batch)
         token_ids, compute = batch.pick(batch.token_ids), self.compute
         settings: dict[str, Any] = {
@@ -699,12 +700,12 @@ class Policy:
 
 
 def float32_attention(attn_implementation: str) -> str:
-    """Return the name of the attention code that computes the same function in float32."""
+    """Return the attention code that computes in float32 what the given code computes."""
     return "auto" if attn_implementation == FLASH else attn_implementation
 
 
 def frozen_policy(source: ModelSource, compute: Compute) -> Policy:
-    """Return a frozen model that scores in float32, before its weights are loaded.
+    """Return a frozen model that scores in float32. The caller must then load its weights.
 
     The model is sharded if `compute` has several ranks. Flash attention is replaced, because it
     cannot compute in float32.
@@ -806,7 +807,7 @@ def check_trainable(source: ModelSource, compute: Compute, *, weights: Path | No
 
 
 def _fills(compute: Compute) -> Fills:
-    """Return the value of `RowSizes.fills` for this device."""
+    """Return the value for `RowSizes.fills` that suits this device."""
     if compute.dtype == torch.float32:
         return "nothing"
     return "rows" if compute.device.type == "cpu" else "widths"
@@ -826,7 +827,10 @@ def _check_types(compute: Compute) -> None:
 
 
 def _check_layers(model: Any, compute: Compute) -> None:
-    """Raise an error if the layers cannot be recomputed, offloaded or compiled as required."""
+    """Raise an error if the layers cannot do what `compute` requires.
+
+    The requirements are recomputation, offloading and compilation.
+    """
     name, checkpointing = type(model).__name__, compute.gradient_checkpointing
     if checkpointing and not model.supports_gradient_checkpointing:
         raise EngineError(

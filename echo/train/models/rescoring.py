@@ -1,4 +1,4 @@
-"""Scores of rollouts under published weights, by a frozen model beside the trained model.
+"""Scores of rollouts under published weights, computed by a second, frozen model.
 
 The frozen model computes in float32, and is sharded like the trained model. Its weights are the
 trainer's weights, rounded as for publication, or the weights of a version from a file. Each rank
@@ -56,7 +56,7 @@ class Rescorer:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the trainer's weights, rounded as for publication.
+        """Copy the trainer's weights, rounded as they are for publication.
 
         `weights` must be sharded in the same way as this model.
         """

@@ -1,4 +1,4 @@
-"""Planning of micro-batches: the division of a batch's rows, packed or padded.
+"""Planning of micro-batches: divides the rows of a batch into packed or padded micro-batches.
 
 Packed rows have no padding, and rollouts of one prompt can share the prompt. But without a varlen
 kernel (attention.py), attention is called once for each run of equal segments. A small model with
@@ -49,8 +49,8 @@ class RowPlan:
     shares_tokens: bool
     """Whether rollouts of a prompt, and chains of a rollout, share tokens in a packed row."""
     cost: float
-    """Cost of the plan in operations, summed over the ranks, with CALL_FLOPS for each call of
-    attention.
+    """Cost of the plan in operations, including CALL_FLOPS for each call of attention, summed over
+    the ranks.
     """
 
 
@@ -158,7 +158,7 @@ class RowRules:
         return sum(row(before + length, 0) - row(before, 0) for length, before in spans)
 
     def _attended(self, spans: Spans) -> float:
-        """Return the extra cost of slower attention in a packed row, in operations.
+        """Return how many operations more attention costs in a packed row than in padded rows.
 
         Only segments without dense products have this cost.
         """
@@ -180,7 +180,7 @@ def _in_a_line(
     units: Sequence[int],
     long_from: int | None,
 ) -> list[int]:
-    """Return the order of a micro-batch's rows, with rows of one prompt side by side.
+    """Return the order in which to put a micro-batch's rows. Rows of one prompt are neighbours.
 
     Rows of at least `long_from` tokens come first. Within a unit, and among rows without a shared
     prompt, the longest row comes first, because neighbours of equal length save calls of attention.

@@ -1,4 +1,4 @@
-"""The gradient of an embedding whose weight is also the LM head's.
+"""The gradient of an embedding whose weight is also the weight of the LM head.
 
 Autograd makes the gradient of a lookup as large as the whole weight, with zeros in all rows that
 were not looked up, and then adds it to the gradient of the LM head. With a large vocabulary a step
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def add_rows_in_place(model: Any) -> None:
-    """Have the backward pass of a model's lookup add rows to the gradient of the weight.
+    """Make the backward pass of a model's embedding add rows in place to the weight's gradient.
 
     Nothing changes if the embedding and the LM head have different weights, if the weight is not
     trained, or if the embedding computes anything besides the lookup.
@@ -43,7 +43,10 @@ def _look_up(embedding: nn.Embedding, ids: tuple[Tensor], found: Tensor) -> Any:
 
 @torch.no_grad()
 def _add_rows(weight: Tensor, ids: Tensor, padding_idx: int | None, gradient: Tensor) -> None:
-    """Add the gradient of each row to the gradient of the weight; padding has none."""
+    """Add the gradient of each row that was looked up to the weight's gradient.
+
+    Padding has no gradient.
+    """
     if weight.grad is None:  # the LM head usually has its gradient by now
         weight.grad = torch.zeros_like(weight)
     if padding_idx is not None:

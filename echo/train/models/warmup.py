@@ -302,7 +302,7 @@ def _read_result(path: Path) -> WarmModel | None:
 
 
 def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> WarmModel:
-    """Write model and result to `path`, by one rename: no incomplete model is ever visible."""
+    """Write model and result to `path` by one rename, so that no incomplete model is visible."""
     rates = {
         "pass_rate_sampled": result.pass_rate_sampled,
         "pass_rate_greedy": result.pass_rate_greedy,
@@ -328,7 +328,7 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread: with so small a model, a second thread mostly waits."""
+    """Limit torch to one thread, because with so small a model a second thread mostly waits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -43,7 +43,7 @@ from echo.train.step import StepError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchFindings:
-    """Sums over the tokens of a batch, the same on all ranks."""
+    """Sums over the tokens of a batch. All ranks have the same sums."""
 
     sums: Sums
     """Sums over trained tokens, by metric (findings.py); the loss as "loss/policy"."""
@@ -78,7 +78,7 @@ class _Scored:
 @dataclass(slots=True, eq=False)
 class _RankFindings:
     sums: list[dict[str, Tensor]] = field(default_factory=list)
-    """For each micro-batch, sums by metric, scalars on the device."""
+    """For each micro-batch: metric -> sum, a scalar on the device."""
     by_group: list[Tensor] = field(default_factory=list)
     """For each micro-batch, [G, 6] sums for the G groups of the batch."""
     passed: list[tuple[list[tuple[int, int]], int, bool]] = field(default_factory=list)
@@ -223,7 +223,7 @@ class _BatchInputs:
     def apply(
         self, scored: _Scored, micro: MicroBatch, reference: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of one micro-batch, with gradient, and its sums by metric.
+        """Return the loss of one micro-batch, with gradient, and the micro-batch's sums by metric.
 
         Args:
             scored: the policy's scores.

@@ -40,7 +40,7 @@ FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.Accelera
 
 @contextmanager
 def as_step_errors() -> Iterator[None]:
-    """Raise non-fatal errors of the `with` block as `StepError`."""
+    """Convert non-fatal errors that the `with` block raises to `StepError`."""
     try:
         yield
     except StepError:
@@ -142,7 +142,7 @@ class Passes:
     def _take_smaller_micro_batches(
         self, rows: Sequence[TrainingRow], shortage: MemoryShortageError, *, step: int
     ) -> None:
-        """Set the limit to half of the micro-batch that was too large, and add a notice.
+        """Limit micro-batches to half the tokens of the one that was too large, and add a notice.
 
         Raises:
             StepError: if the micro-batch cannot be divided.

@@ -178,7 +178,7 @@ class CrashReasons:
         self._others = [other for other in range(size) if other != rank]
 
     def leave(self, reason: str) -> None:
-        """Write the reason why this rank ends; "" if this rank has not failed."""
+        """Write the reason why this rank ends. "" means that this rank has not failed."""
         with suppress(RuntimeError):  # the store may be gone with the rank that held it
             self._store.set(f"reason of {self._rank}", reason)
             self._store.add(f"has ended: {self._rank}", 1)
@@ -232,7 +232,9 @@ class RankCommand(msgspec.Struct, frozen=True):
     of the trainer.
     """
     path: str | None = None
-    """Path of the command's checkpoint, version or directory; None for a command without path."""
+    """Path of the command's checkpoint, version or directory; None for a command that needs no
+    path.
+    """
     groups: tuple[tuple[bytes, bytes], ...] = ()
     """The groups of the command, encoded as in messages."""
     dtype: str = ""
@@ -253,8 +255,8 @@ AGREED: dict[str, tuple[type[EchoError], ...]] = {
     "rescore": (StepError, StorageError),
     "save_state": (NonfiniteWeightsError, StorageError),
 }
-"""Errors that a command may raise on all ranks together, by command. All other errors are failures
-of one rank.
+"""Command name -> errors that the command may raise on all ranks together. All errors that are not
+listed are failures of one rank.
 """
 
 
@@ -291,7 +293,7 @@ class RankGroup:
 
     @contextmanager
     def together(self, command: RankCommand) -> Iterator[None]:
-        """Send a command to all other ranks; the `with` block is the leader's own part.
+        """Send a command to all other ranks. The `with` block carries out the leader's own part.
 
         Raises:
             RankError: if another rank has failed.

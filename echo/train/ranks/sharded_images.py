@@ -87,7 +87,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Place of one rank's rows of a tensor in an image, in bytes."""
+    """The range of bytes in an image where one rank's rows of a tensor lie."""
 
     spec: TensorSpec
     start: int
@@ -152,7 +152,7 @@ def spans_of(specs: Sequence[TensorSpec], tensors: Weights, rank: int, size: int
 
 
 class RemoteRows:
-    """Sends the changed rows of this rank to rank 0 on another machine."""
+    """Sends the changed rows of this rank to rank 0, which runs on a different machine."""
 
     def __init__(
         self, spans: Sequence[RowSpan], stream: CopyStream | None, group: dist.ProcessGroup | None
@@ -299,7 +299,7 @@ def answer(connection: _Socket) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """The two connections between rank 0 and another rank of its machine."""
+    """The two connections between rank 0 and a second rank on the same machine."""
 
     memory: _Socket
     coding: _Socket
@@ -367,7 +367,7 @@ def reach(ranks: Ranks) -> Rendezvous:
 
 
 class LocalRank:
-    """Another rank of this machine. It codes and hashes parts of images for rank 0."""
+    """A rank on rank 0's machine that codes and hashes parts of images for rank 0."""
 
     def __init__(self, coding: _Socket, numbers: Mapping[int, int]) -> None:
         """Store the connection and the table of memory areas.

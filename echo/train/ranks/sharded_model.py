@@ -40,7 +40,7 @@ from echo.train.ranks import sharding
 
 
 def read(weights_dir: Path, model_dir: Path, model: Any) -> None:
-    """Read a directory's weights into a sharded model; an adapter is not read.
+    """Read a directory's weights into a sharded model, but read no adapter.
 
     Args:
         weights_dir: directory of the files.
@@ -125,7 +125,7 @@ def _keeps_rows(operation: ConversionOps) -> bool:
 
 
 def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) -> None:
-    """Give each tensor on the meta device the shape of this rank's part."""
+    """Give each tensor on the meta device the shape of the part that this rank reads."""
     for name in _named(shapes):
         tensor = own[name]
         if name in read_whole and isinstance(tensor, nn.Parameter):  # buffers are never cut

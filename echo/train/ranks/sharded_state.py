@@ -44,7 +44,7 @@ Tensors = dict[str, Tensor]
 
 
 def write_cut(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write a state's tensors into sharded files. All ranks call this together.
+    """Write a state's tensors into sharded files. All ranks call this function together.
 
     Args:
         directory: an existing directory on a disk that all ranks share.
@@ -166,7 +166,7 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Raise errors of torch's checkpoint code as `StorageError`.
+    """Convert errors that torch's checkpoint code raises to `StorageError`.
 
     The error's text begins with `what`.
     """

@@ -109,7 +109,7 @@ class Ranks:
         return [safetensors.torch.load(data) for data in self.gather(packed)]
 
     def raise_together(self, failure: StepError | None) -> None:
-        """Raise the error of the first rank with an error, on all ranks.
+        """If any rank has an error, raise the first such rank's error on all ranks.
 
         Raises:
             StepError: if any rank has an error. If there are several ranks, the message names the
@@ -246,12 +246,12 @@ def rows_of(num_rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def local_parameter(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a parameter, so that it can have a gradient."""
+    """Return this rank's part of a tensor as a parameter, so that the part can have a gradient."""
     return nn.Parameter(local(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return `part`; make it a sharded tensor if `tensor` is sharded.
+    """Return `part`, as a sharded tensor if `tensor` is sharded.
 
     `part` must have the rows of this rank's part of `tensor`.
     """
