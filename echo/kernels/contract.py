@@ -36,7 +36,7 @@ class RatioClip:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyTerms:
-    """Values of the policy loss for each token, [N] each, without gradient."""
+    """Values of the policy loss for each token, without gradient. All tensors are [N]."""
 
     losses: Tensor
     """The token's clipped surrogate, not normalised."""
@@ -50,10 +50,10 @@ class PolicyTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyRows:
-    """Inputs of the policy loss for each token, except its log-probability."""
+    """Inputs of the policy loss for each token, except the token's log-probability."""
 
     sampler_logprobs: Tensor
-    """[N] log-probability of each token under the policy that sampled it, nats."""
+    """[N] log-probability of each token under the policy that sampled the token, nats."""
     advantages: Tensor
     """[N] advantage of each token's rollout."""
     clip: RatioClip
@@ -69,7 +69,7 @@ class FurtherIds:
     """[M] int64 in 0..V-1: the ids, distinct within a row."""
 
     def sum(self, values: Tensor, num_rows: int) -> Tensor:
-        """Return, for each row, the sum of the values of its ids, added in a fixed order.
+        """Return, for each row, the sum of the values of the row's ids, added in a fixed order.
 
         `values` has a value for each id, [M].
         """
@@ -92,7 +92,7 @@ class FurtherIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Statistics of each row from the forward pass, [N] each except `set_logprobs`."""
+    """Statistics of each row from the forward pass. All tensors except `set_logprobs` are [N]."""
 
     logprobs: Tensor
     """Log-probability of the row's id, nats."""
@@ -111,7 +111,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRows:
-    """The n <= N rows of a backward pass, with their statistics.
+    """The rows of a backward pass, n of the N rows of the forward pass, with their statistics.
 
     Live rows are the rows with a gradient, or all rows (`logprob._live_rows`).
     """
@@ -129,7 +129,9 @@ class LiveRows:
     grad: Tensor
     """[n] gradient of the loss with respect to each row's log-probability."""
     grad_entropy: Tensor | None
-    """[n] gradient of the loss with respect to each row's entropy; None without such a gradient."""
+    """[n] gradient of the loss with respect to each row's entropy; None if the entropy has no
+    gradient.
+    """
     entropies: Tensor | None
     """[n] `Scores.entropies` of each row; may be None if `grad_entropy` is None."""
     sets: FurtherIds | None = None
@@ -149,7 +151,7 @@ class LiveRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """M pairs of a row of hidden states and an id to score in this row."""
+    """M pairs. Each pair has a row of hidden states, and an id to score in this row."""
 
     rows: Tensor
     """[M] int64 in 0..N-1, ascending: the row of each pair."""
@@ -188,7 +190,10 @@ class Kernels(Protocol):
         needs_weight: bool,
         vocab_chunk: int,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of states [n, D] and weight [V, D], each None if not needed."""
+        """Return the gradients of states [n, D] and weight [V, D].
+
+        A gradient is None if it is not needed.
+        """
         ...
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
@@ -208,7 +213,9 @@ class Kernels(Protocol):
         needs_states: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of states [N, D] and weight [V, D], each None if not needed.
+        """Return the gradients of states [N, D] and weight [V, D].
+
+        A gradient is None if it is not needed.
 
         Args:
             hidden: [N, D] hidden states.
@@ -223,7 +230,7 @@ class Kernels(Protocol):
 
 
 def host_waits(tensor: Tensor) -> bool:
-    """Return whether the host would wait for a device to read a tensor's values."""
+    """Return whether reading a tensor's values would make the host wait for a device."""
     return tensor.is_cuda
 
 

@@ -135,7 +135,9 @@ def linear_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities under softmax(hidden @ weight.T * inv_temperature).
+    """Return the log-probability of each id, given the hidden state that predicts the id.
+
+    The distribution is softmax(hidden @ weight.T * inv_temperature).
 
     Args:
         hidden: [N, D], floating point: the hidden states that predict the ids.
@@ -173,7 +175,7 @@ def linear_further_logprobs(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `linear_logprob`, and log-probabilities of further ids.
+    """Return the results of `linear_logprob`, and the log-probabilities of further ids.
 
     One forward pass over the LM head computes all results, and one backward pass all gradients.
 
@@ -211,7 +213,7 @@ def linear_further_logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """The result of `linear_policy_loss`, [N] each."""
+    """The results of `linear_policy_loss`. All tensors are [N]."""
 
     losses: Tensor
     """Clipped policy loss of each token, not normalised, with gradient."""
@@ -287,7 +289,7 @@ def linear_pair_logits(
     *,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Return the logits of M pairs, divided by temperature, with gradient.
+    """Return the logits of M pairs, divided by the temperature, with gradient.
 
     If id a of a row has the log-probability l, another id j of the row has the log-probability l +
     logit(j) - logit(a).
@@ -341,7 +343,7 @@ def linear_set_logprob(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities like `linear_logprob`, with each row's softmax over its own set.
+    """Return log-probabilities like `linear_logprob`, but take a row's softmax over the row's set.
 
     Args:
         hidden: as for `linear_logprob`.
@@ -470,7 +472,7 @@ def without_ids(
 
 
 class _PairLogits(torch.autograd.Function):
-    """The operation of autograd for logits of pairs of row and id."""
+    """The autograd operation that computes the logits of pairs of a row and an id."""
 
     @staticmethod
     def forward(
@@ -508,7 +510,7 @@ _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """The operation of autograd for log-probabilities from states and LM head."""
+    """The autograd operation that computes log-probabilities from states and LM head."""
 
     @staticmethod
     def forward(

@@ -30,8 +30,8 @@ from echo.kernels.contract import (
 )
 
 SIZES_PER_OCTAVE = 16
-"""Number of allowed sizes between n and 2 n rows. A bfloat16 backward fills its rows to the next
-allowed size.
+"""Number of allowed sizes between n and 2 n rows. A backward pass in bfloat16 fills its rows up to
+the next allowed size.
 """
 
 
@@ -46,7 +46,7 @@ def forward(
     sets: FurtherIds | None = None,
     vocab_chunk: int,
 ) -> Scores:
-    """Return the scores of the ids, with N * vocab_chunk logits in memory at a time.
+    """Return the scores of the ids. At most N * vocab_chunk logits are in memory at a time.
 
     The statistics have the dtype of `scale`.
     """
@@ -87,7 +87,7 @@ def forward(
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of states and weight, each None if not needed.
+    """Return the gradients of states and weight. A gradient is None if it is not needed.
 
     Each row of the weight's gradient is written once, by one product.
     """
@@ -131,7 +131,7 @@ PAIR_NUMBERS = 1 << 22
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs, divided by temperature."""
+    """Return the [M] logits of the pairs, divided by the temperature."""
     logits = scale.new_empty(len(pairs.rows))
     for part in _parts(hidden, pairs):
         rows, ids = pairs.rows[part], pairs.ids[part]
@@ -150,7 +150,7 @@ def pair_gradients(
     needs_states: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of states and weight, each None if not needed."""
+    """Return the gradients of states and weight. A gradient is None if it is not needed."""
     grad_states = torch.zeros_like(hidden, dtype=grad.dtype) if needs_states else None
     grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs_weight else None
     for part in _parts(hidden, pairs):
@@ -235,7 +235,7 @@ def _is_narrow(states: Tensor, weight: Tensor) -> bool:
 
 
 def _padded(rows: LiveRows) -> LiveRows:
-    """Return the rows, filled with rows of gradient 0 to one of a few sizes.
+    """Append rows of gradient 0, so that the number of rows is one of a few sizes.
 
     Few sizes save memory, because a CPU keeps code and buffers for each number of rows.
     """
@@ -291,14 +291,14 @@ def _logit_gradient(logits: Tensor, rows: LiveRows, grad: Tensor) -> Tensor:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return each row's logit at its column, [N]; 0 if the column is in another chunk."""
+    """Return each row's logit at its column, [N]; 0 if this chunk lacks the column."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     picked = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     return torch.where(is_inside, picked, 0.0)
 
 
 def _pick_of_rows(logits: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the logits at rows and columns, [M]; 0 for columns of other chunks."""
+    """Return the logits at rows and columns, [M]; 0 where this chunk lacks the column."""
     is_inside = (columns >= 0) & (columns < logits.shape[1])
     return logits[rows, columns.clamp(0, logits.shape[1] - 1)].where(is_inside, 0.0)
 

@@ -70,12 +70,13 @@ class LaunchConfig:
     columns: int
     """Number of columns (vocabulary entries) of a tile, a power of two."""
     depth: int
-    """Model width that one step of the product reads, a power of two."""
+    """Part of the model width that one step of the product reads, a power of two."""
     num_warps: int
     num_stages: int
     """Number of steps of the product to load ahead, each with (rows + columns) * depth elements."""
     group_rows: int = 8
-    """Number of row tiles that run together on the same columns, to share the columns in the cache.
+    """Number of row tiles that run together on the same columns. The tiles share the columns in the
+    cache.
     """
 
 
@@ -172,7 +173,7 @@ def scores_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Store the statistics of one row tile and split, and the target logits."""
+    """Store the statistics of a row tile in one split of the vocabulary, and the target logits."""
     row_tile, split = _grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
@@ -247,7 +248,10 @@ def combine_kernel(
     ROWS: tl.constexpr, SPLITS: tl.constexpr, ENTROPY: tl.constexpr, POLICY: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, DUAL: tl.constexpr, MAX_LOG: tl.constexpr,
 ):  # fmt: skip
-    """Combine all splits; store log-probabilities, entropies and terms of the loss."""
+    """Combine the statistics of all splits.
+
+    Store log-probabilities, entropies and terms of the loss.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     splits = tl.arange(0, SPLITS)
@@ -346,7 +350,7 @@ def pair_logits_kernel(
     num_pairs, states_stride, weight_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the logits of PAIRS pairs, divided by temperature."""
+    """Store the logits of PAIRS pairs, divided by the temperature."""
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     is_pair = pairs < num_pairs
     rows = tl.load(rows_ptr + pairs, mask=is_pair, other=0)
@@ -369,7 +373,7 @@ def pair_sums_kernel(
     matrix_stride, sums_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Store DEPTH columns of one row of the sums of `_sum_pairs`."""
+    """Store DEPTH columns of one row of sums, for `_sum_pairs`."""
     row = tl.program_id(0).to(tl.int64)
     depths = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
     first = tl.load(ends_ptr + row)
@@ -399,7 +403,7 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 
 
 def _on_its_device(launch: _Launcher) -> _Launcher:
-    """Return `launch`, made to run on the GPU of its first argument."""
+    """Return a function that calls `launch` on the GPU of the first argument."""
 
     @wraps(launch)
     def launch_on_device(first: Tensor | LiveRows, *rest: Any, **options: Any) -> Any:
@@ -475,7 +479,7 @@ def _set_logits(hidden: Tensor, weight: Tensor, sets: FurtherIds) -> Tensor:
 def backward(
     rows: LiveRows, weight: Tensor, *, needs_states: bool, needs_weight: bool, vocab_chunk: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of states and weight, each None if not needed.
+    """Return the gradients of states and weight. A gradient is None if it is not needed.
 
     Each row of the weight's gradient is written once, by one product.
 
@@ -525,7 +529,7 @@ _PAIRS = 32
 
 @_on_its_device
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: Pairs, scale: Tensor) -> Tensor:
-    """Return the [M] logits of the pairs, divided by temperature."""
+    """Return the [M] logits of the pairs, divided by the temperature."""
     hidden = hidden.contiguous()
     logits = scale.new_empty(len(pairs.rows))
     if len(logits):
@@ -547,7 +551,7 @@ def pair_gradients(
     needs_states: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of states and weight, each None if not needed.
+    """Return the gradients of states and weight. A gradient is None if it is not needed.
 
     Each row of a gradient is written once, from one float32 sum.
     """
