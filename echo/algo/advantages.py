@@ -82,7 +82,7 @@ def _check(rewards: npt.NDArray[np.floating]) -> None:
 def _baselines(
     values: npt.NDArray[np.float64], value_beta: float | None
 ) -> npt.NDArray[np.float64]:
-    """Return each group's mean reward, or V if `value_beta` is given; [N, 1]."""
+    """Return each group's baseline, [N, 1]: the mean reward, or V if `value_beta` is given."""
     if value_beta is None:
         means: npt.NDArray[np.float64] = values.mean(1, keepdims=True)
         return means
@@ -96,7 +96,7 @@ def _baselines(
 def overlong_penalties(
     num_tokens: npt.NDArray[np.integer], *, max_tokens: int, buffer_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """Return the length penalty of each completion, to be added to its reward.
+    """Return the length penalty of each completion. The caller adds it to the reward.
 
     The penalty is 0 up to max_tokens - buffer_tokens, and falls linearly to -1 at max_tokens.
 

@@ -27,7 +27,7 @@ def balanced_rounds(
     num_ranks: int = 1,
     group_index: Sequence[int] | None = None,
 ) -> list[list[Bin]]:
-    """Divide rows into rounds of one micro-batch for each rank.
+    """Divide rows into rounds. Each round has one micro-batch for each rank.
 
     The heaviest round comes first, so that a lack of memory shows at once. Rows are never cut, and
     a row longer than `max_tokens` gets its own micro-batch. With `group_index`, groups are never
@@ -67,7 +67,7 @@ def balanced_rounds(
 def _fewest(
     units: Sequence[tuple[float, int, Bin]], max_tokens: int, num_ranks: int
 ) -> list[tuple[float, Bin]]:
-    """Return the work and the rows of each bin, for the smallest possible number of rounds.
+    """Return the work and the rows of each bin. The number of rounds is as small as possible.
 
     Each unit is (work, tokens, rows).
     """

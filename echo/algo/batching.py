@@ -200,7 +200,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LikelyTokens:
-    """The sampler's most likely ids at all scored tokens, M ids in all."""
+    """The sampler's most likely ids at all scored tokens. There are M ids in all."""
 
     ids: FurtherIds
     """The M ids. `ids.rows` has the index 0..N-1 of each id's scored token."""
@@ -282,12 +282,12 @@ class MicroBatch:
     proximal policy is the present policy.
     """
     supports: IdSets | None = None
-    """The supports of scored tokens: the ids that a token was drawn from, if not the whole
-    vocabulary. None without supports.
+    """The supports of scored tokens. A support is the set of ids that a token was drawn from, if it
+    was not the whole vocabulary. None if no token has a support.
     """
     lacking: Pairs | None = None
-    """Ids that the sampler excluded, if few. Each pair is the index 0..N-1 of a scored token, and
-    an excluded id. None without pairs.
+    """The ids that the sampler excluded, if they are few. Each pair has the index 0..N-1 of a
+    scored token, and an id that was excluded for it. None if no id was excluded.
     """
     likely: LikelyTokens | None = None
     """The sampler's most likely ids at each scored token; None if workers send no likely ids."""
@@ -358,7 +358,7 @@ def _moved_pairs(pairs: Pairs, device: torch.device) -> Pairs:
 
 
 def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> Pairs | None:
-    """Return the ids that the sampler excluded for scored tokens.
+    """Return pairs of a scored token and an id that the sampler excluded for this token.
 
     None if no rollout has recorded excluded ids.
 
@@ -384,7 +384,7 @@ def lacking_ids(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -
 
 
 def id_sets(rollouts: Sequence[Rollout], is_scored: npt.NDArray[np.bool_]) -> IdSets | None:
-    """Return the supports of the scored tokens; None without supports.
+    """Return the supports of the scored tokens; None if no scored token has a support.
 
     Args:
         rollouts: the rollouts. The support of a token is the set of ids that it was drawn from.
@@ -430,7 +430,7 @@ def pack_micro_batches(
     group_index: Sequence[int] | None = None,
     by_powers: bool = False,
 ) -> list[list[int]]:
-    """Divide rows into micro-batches of up to `max_tokens` tokens with padding.
+    """Divide rows into micro-batches of up to `max_tokens` tokens, including padding.
 
     Rows of similar length are put together, for little padding. The longest rows come first, so
     that a lack of memory shows at once. Rows are never cut, and a row longer than `max_tokens` gets
@@ -479,7 +479,7 @@ def _powers_of_two(indices: list[int]) -> Iterator[list[int]]:
 def share_prompts(
     rows: Sequence[TrainingRow], *, max_tokens: int, whole: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Divide rows into units. The rows of a unit share their prompt.
+    """Divide rows into units. The rows of a unit share a prompt.
 
     A unit has at most half the tokens of a micro-batch, so that several units fit into a
     micro-batch. Rows share a prompt only if sharing saves at least MIN_SAVED of their tokens.
@@ -524,7 +524,7 @@ does not go through the model.
 
 @dataclass(slots=True)
 class _Row:
-    """The segments of a packed row, or of consecutive padded rows, under construction."""
+    """A packed row under construction, or consecutive padded rows under construction."""
 
     lengths: list[int] = field(default_factory=list)
     prefixes: list[RowRuns] = field(default_factory=list)
@@ -557,7 +557,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Layout:
-    """A row under construction, with the place of each sample."""
+    """A row under construction, with the place of each sample in the row."""
 
     row: _Row = field(default_factory=_Row)
     starts: list[tuple[int, int]] = field(default_factory=list)
@@ -568,7 +568,7 @@ class _Layout:
     """Places of the tokens of each sample of several chains, by the sample's index."""
 
     def add(self, sample: TrainingRow, prompt: int | None = None, width: int = 0) -> None:
-        """Append a sample of one chain.
+        """Append a sample that has one chain.
 
         Args:
             sample: the sample.
@@ -586,7 +586,7 @@ class _Layout:
             self.starts.append((prompt, start))
 
     def add_pieces(self, sample: TrainingRow, tree: Tree, prompt: int | None = None) -> None:
-        """Append the pieces of a sample of several chains, each as a segment.
+        """Append each piece of a sample that has several chains as a segment.
 
         `prompt` is the start of the shared prompt in the row. If `prompt` is None, the sample's own
         prompt is appended with the first piece.
@@ -607,7 +607,7 @@ class _Layout:
         self._add_tree(places)
 
     def add_chains(self, sample: TrainingRow, tree: Tree, width: int = 0) -> None:
-        """Append each chain of a sample as a segment, filled to `width` tokens."""
+        """Append each chain of a sample as a segment. Each segment is filled to `width` tokens."""
         ids, num_prompt = _all_ids(sample), tree.num_prompt
         places: Places = np.full(len(ids), -1, np.int64)
         for chain in tree.chains:
@@ -618,7 +618,7 @@ class _Layout:
         self._add_tree(places)
 
     def fill(self, row_sizes: RowSizes, max_tokens: int) -> int:
-        """Fill a packed row to one of the sizes; return the number of tokens added."""
+        """Fill a packed row up to a size from `row_sizes`; return the number of tokens added."""
         num_filled = row_sizes.packed(self.row.size, max_tokens=max_tokens) - self.row.size
         for _ in range(num_filled):
             self.row.add(1)
@@ -645,7 +645,7 @@ def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
 
 
 def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
-    """Return one row that has each chain separately, filled to `width` tokens."""
+    """Return one row that has each chain separately. Each chain is filled to `width` tokens."""
     layout = _Layout()
     for sample in samples:
         tree = sample.tree

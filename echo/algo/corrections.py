@@ -106,7 +106,7 @@ class RolloutMasks:
         return self == RolloutMasks()
 
     def dropped(self, inputs: LossInputs) -> dict[str, Tensor]:
-        """Return, for each mask by name, which rollouts it drops, [B] bool."""
+        """Return, by mask name, which rollouts the mask drops, [B] bool."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).detach()
         mean = sequence_mean(log_ratio, mask)
@@ -125,7 +125,7 @@ class RolloutMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedLoss:
-    """A loss over the rollouts that its masks keep.
+    """A loss over the rollouts that none of its masks drops.
 
     `dropped/<mask>` counts the tokens of the rollouts that the mask drops.
     """

@@ -39,7 +39,7 @@ MIN_GROUPS = 8
 
 
 class LengthBias:
-    """Compares the lengths of delivered completions and of trained completions."""
+    """Compares the lengths of delivered completions with the lengths of trained completions."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
         """Start without groups. Both samples keep the lengths of their last `window` groups."""
@@ -127,7 +127,7 @@ class GroupStats:
     part_sums: Mapping[str, float] = field(default_factory=dict)
     """Sum of each part of rewards, by the part's name."""
     part_counts: Mapping[str, int] = field(default_factory=dict)
-    """Number of rewards with each part, by the part's name."""
+    """Number of rewards that have the part, by the part's name."""
     num_mixed: int = 0
     """Number of groups with tokens of more than one policy version."""
 
@@ -315,7 +315,7 @@ MAX_LOG_RATIO = 50.0
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over the trained tokens of groups, for metrics of mismatch."""
+    """Sums over the trained tokens of groups, from which metrics of mismatch are computed."""
 
     num_tokens: float = 0.0
     log_ratio: float = 0.0

@@ -33,7 +33,7 @@ class LossNeeds:
     """Inputs that a loss needs in addition to the common inputs."""
 
     every_rollout: bool = False
-    """Whether the loss has a gradient for rollouts with an advantage of 0, and so needs these
+    """Whether the loss has a gradient for rollouts with an advantage of 0. If so, it needs these
     rollouts.
     """
     whole_groups: bool = False

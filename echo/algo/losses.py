@@ -62,17 +62,20 @@ MAX_KL_LOG_RATIO = 5.0
 
 
 def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k1 = log p - log other of each element, an estimator of KL(p || other), in nats."""
+    """Return k1 of each element, an estimator of KL(p || other) in nats: k1 = log p - log other."""
     return logprobs - other_logprobs
 
 
 def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k2 = (log p - log other)^2 / 2 of each element, an estimator of KL(p || other)."""
+    """Return k2 of each element, an estimator of KL(p || other): k2 = (log p - log other)^2 / 2."""
     return (other_logprobs - logprobs).square() / 2
 
 
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return k3 = r - 1 - log r, an estimator of KL(p || other), with r = other / p."""
+    """Return k3 of each element, an estimator of KL(p || other).
+
+    k3 = r - 1 - log r, where r = other / p.
+    """
     log_ratio = (other_logprobs - logprobs).clamp(MIN_LOG_RATIO, MAX_KL_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
@@ -167,7 +170,7 @@ class ClippedTokenLoss:
 
     @property
     def fused_clip(self) -> RatioClip | None:
-        """The range of ratios for a fused kernel; None without a fused kernel."""
+        """The range of ratios for a fused kernel; None if no such kernel can compute the loss."""
         if self.clip_low is None or self.clip_high is None:
             return None
         return RatioClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
@@ -216,7 +219,7 @@ class ClippedTokenLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoLoss(ClippedTokenLoss):
-    """The clipped surrogate of PPO on token ratios against the policy that sampled.
+    """The clipped surrogate of PPO. Its ratios compare the learner with the policy that sampled.
 
     With the ratio r_t of learner to sampler, the advantage A, and dual clip c:
 
@@ -246,7 +249,7 @@ class GrpoLoss(ClippedTokenLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DapoLoss(GrpoLoss):
-    """The loss of DAPO: a clip with two widths, and the mean over tokens.
+    """The loss of DAPO: a clip with a different width on each side, and the mean over tokens.
 
     l_t as in GRPO with low .2, high .28 and no dual clip;  loss = sum_t l_t / num_tokens.
 
@@ -262,7 +265,7 @@ class DapoLoss(GrpoLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrGrpoLoss(ClippedTokenLoss):
-    """GRPO without division by rollout length and by the standard deviation of rewards.
+    """GRPO that divides neither by rollout length nor by the standard deviation of rewards.
 
     l_t as in GRPO;  loss = sum_t l_t / (num_rollouts * L_max), with L_max the constant bound on
     completion tokens. The advantages are r - mean(r), not normalised.
@@ -286,7 +289,7 @@ class DrGrpoLoss(ClippedTokenLoss):
 def loglinear_logprobs(
     learner_logprobs: Tensor, sampler_logprobs: Tensor, staleness: Tensor
 ) -> Tensor:
-    """Estimate log-probabilities under the version one step before the learner's, [B, T].
+    """Estimate log-probabilities under the version one step before the learner's version, [B, T].
 
     With the log-probabilities log pi under the learner and log mu under the sampler, s steps old:
 
@@ -311,7 +314,7 @@ def loglinear_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledPpoLoss:
-    """PPO around a recent proximal policy, with a weight for staleness.
+    """PPO around a recent proximal policy, with a weight that corrects for staleness.
 
     With a token's probability pi under the learner, prox under the proximal policy and mu under the
     sampler, and the advantage A:
@@ -487,7 +490,7 @@ def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CispoLoss:
-    """The policy gradient under clipped importance weights.
+    """The policy gradient, weighted by clipped importance weights.
 
     With the ratio r_t of learner to sampler, the advantage A, and the stop-gradient sg:
 
@@ -544,7 +547,7 @@ class CispoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DppoTvLoss:
-    """A trust region on the change of a token's probability, not on its ratio.
+    """A trust region on the change of a token's probability instead of on the token's ratio.
 
     With a token's probability pi under the learner and mu under the sampler, and the advantage A:
 
@@ -565,7 +568,7 @@ class DppoTvLoss:
     """
 
     max_probability_gap: float = 0.2
-    """Largest change of a token's probability in the direction of its advantage, 0..1."""
+    """Largest change of a token's probability in the direction of the token's advantage, 0..1."""
     sampler_kl_coef: float = 0.0
     """c, weight of the squared log-ratio, >= 0."""
 
@@ -591,7 +594,7 @@ class DppoTvLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SapoLoss:
-    """A smooth gate on the ratio in place of the clip.
+    """A smooth gate on the ratio, which replaces the clip.
 
     With the ratio r_t of learner to sampler, the advantage A, and tau by the sign of A:
 
@@ -608,16 +611,18 @@ class SapoLoss:
     """
 
     tau_positive: float = 1.0
-    """tau for A > 0; > 0. A larger tau closes the gate faster as r leaves 1."""
+    """tau for tokens with A > 0. tau must be > 0. A larger tau closes the gate faster as r leaves
+    1.
+    """
     tau_negative: float = 1.05
-    """tau for A < 0; > 0. The paper sets this tau larger, since tokens with A < 0 make training
-    less stable.
+    """tau for tokens with A < 0. tau must be > 0. The paper makes it larger than `tau_positive`,
+    since tokens with A < 0 make training less stable.
     """
     aggregation: Aggregation = "sequence_mean"
     """How the token losses are reduced to one number (`aggregate`)."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, without counts: no token is clipped."""
+        """Return the loss of one micro-batch. It has no counts, because no token is clipped."""
         advantages = inputs.advantages[:, None]
         # The numbers become tensors of the log-probs' type: torch.where on two plain numbers would
         # round them to float32.
@@ -793,7 +798,7 @@ class OaplLoss:
     """beta, the reward that equals one nat of a rollout's log-ratio; > 0."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of one micro-batch, without counts: nothing is clipped."""
+        """Return the loss of one micro-batch. It has no counts, because nothing is clipped."""
         mask = inputs.completion_mask
         log_ratio = masked_log_ratio(inputs).sum(1)
         losses = (self.beta * log_ratio - inputs.advantages).square()
@@ -941,7 +946,7 @@ MAX_KL_WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceKlLoss:
-    """A loss plus c KL(learner || reference), estimated on the tokens of the batch.
+    """A loss plus a penalty: c times KL(learner || reference), estimated on the batch's tokens.
 
     Let inner be the loss without the penalty, and k_t an estimator k1, k2 or k3 of the divergence:
 
@@ -993,7 +998,7 @@ class ReferenceKlLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyBonusLoss:
-    """A loss minus c times the policy's mean entropy, for longer exploration.
+    """A loss minus c times the policy's mean entropy, so that the policy explores longer.
 
     loss = inner - c sum_t H_t / num_tokens, where inner is the loss without the bonus, and H_t the
     entropy of the policy's distribution at token t.

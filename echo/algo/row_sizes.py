@@ -1,4 +1,4 @@
-"""Sizes to which rows of tokens are filled, so that few sizes occur.
+"""Sizes to which rows of tokens are filled, so that only a few different sizes occur.
 
 For 16-bit products, a CPU's library keeps code and buffers for each number of tokens. So on a CPU,
 packed and padded rows are filled. A GPU's library keeps a plan for each length of padded rows. So
@@ -23,8 +23,8 @@ MAX_FILLED = 0.028
 """Largest share of filling in the tokens of a run's packed rows."""
 
 MAX_REUSED = 0.025
-"""Largest share of filling in the run's tokens for which a row reuses an earlier size. It is below
-MAX_FILLED, so that rows of new sizes can be filled too.
+"""A row reuses an earlier size only if filling then is at most this share of the run's tokens. The
+share is below MAX_FILLED, so that rows of new sizes can be filled too.
 """
 
 NUM_CREDITED = 4
@@ -39,8 +39,8 @@ PLAN_TOKENS = 512
 """On a GPU, padded rows of at least LONG_TOKENS are lengthened to a multiple of this number."""
 
 SHORT_PLAN_TOKENS = 128
-"""On a GPU, shorter padded rows are lengthened to a multiple of this number, if this adds less than
-MAX_LENGTHENED of their length.
+"""On a GPU, padded rows shorter than LONG_TOKENS are lengthened to a multiple of this number, if
+this adds less than MAX_LENGTHENED of their length.
 """
 
 MAX_LENGTHENED = 0.1

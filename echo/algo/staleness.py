@@ -1,4 +1,4 @@
-"""The adaptive staleness bound, raised and lowered by the signals of each step.
+"""The adaptive staleness bound. The signals of each step raise or lower the bound.
 
 Each step reports three signals of the distance between sampler and learner: the effective sample
 size (ess), the mismatch (mismatch_kl), and the share of clipped tokens (clip_ratio). The signals
@@ -24,24 +24,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSettings:
-    """Limits of the signals and of the bound."""
+    """The limits on the signals and on the staleness bound."""
 
     least: int
     """Smallest value of the bound in steps, >= 0."""
     most: int
     """Largest value of the bound in steps; at most the fixed bound on staleness."""
     ess_low: float = 0.8
-    """Effective sample size, as a share of the tokens, below which the bound is too high."""
+    """If the effective sample size, as a share of the tokens, is below this value, the bound is too
+    high.
+    """
     kl_high: float = 0.05
-    """Mismatch of learner and sampler, nats per token, above which the bound is too high."""
+    """If the mismatch of learner and sampler, in nats per token, is above this value, the bound is
+    too high.
+    """
     clip_high: float = 0.1
-    """Share of clipped tokens above which the staleness bound is too high."""
+    """If the share of clipped tokens is above this value, the bound is too high."""
     patience: int = 5
-    """Smallest number of steps between decisions, >= 1. Also the number of consecutive good steps
-    before the bound rises.
+    """Smallest number of steps between two decisions, >= 1. It is also the number of consecutive
+    good steps before the bound rises.
     """
     smoothing: float = 0.7
-    """Weight of the earlier steps in the smoothed signals, 0..1."""
+    """Weight of all earlier steps in the smoothed signals, 0..1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most:
@@ -78,7 +82,7 @@ class BoundDecision:
 
 
 class StalenessController:
-    """Raises and lowers the staleness bound by the signals of each step."""
+    """Raises and lowers the staleness bound according to the signals of each step."""
 
     def __init__(self, settings: ControlSettings) -> None:
         self.settings = settings
