@@ -69,8 +69,7 @@ class Note(Action):
     """"info" or "warning"."""
     text: str
     topic: str = ""
-    """If set, at most one message per minute on this topic is logged, and further messages are only
-    counted.
+    """If set, at most one message per minute on this topic is logged; all others are only counted.
     """
     ends: str = ""
     """A topic that this message ends: messages on this topic that were not logged yet are dropped.
@@ -115,7 +114,7 @@ class Routes:
         self._peers[node_id] = peer
 
     def restore(self, node_id: str, peer: str | None) -> None:
-        """Undo a `learn`: restore or remove the former route of a node.
+        """Undo a `learn`: restore the node's former route, or remove the route if it had none.
 
         Call this method if the message turns out to be from another node.
         """

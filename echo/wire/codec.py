@@ -58,7 +58,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
     source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]
     target: NodeId
-    """The node id of the receiver of a routed message; empty for a link message."""
+    """The node id of the node to which a routed message is sent; empty for a link message."""
     body: msgspec.Raw
     num_hops: Annotated[int, Meta(ge=0, le=MAX_HOPS)] = 0
     """Number of relays that have forwarded the message."""
@@ -159,7 +159,10 @@ def forwarded(envelope: Envelope, payload: Sequence[Frame]) -> list[Frame]:
 
 
 def other_protocol(envelope: Envelope) -> str | None:
-    """Return a text for the operator if the sender has another protocol version; otherwise None."""
+    """Return a text for the operator if the sender's protocol version is not this node's.
+
+    Return None if the versions are equal.
+    """
     if envelope.protocol == PROTOCOL_VERSION:
         return None
     return (
@@ -204,7 +207,7 @@ def describe(frames: Sequence[Frame]) -> tuple[str, str, str]:
 
 
 def is_public(frames: Sequence[Frame]) -> bool:
-    """Return whether a message may arrive unencrypted. Only a Chunk from a neighbour may.
+    """Return whether a message may arrive unencrypted: only a Chunk from a neighbour may.
 
     Chunks are safe, because each chunk is compared with a signed hash before it is stored.
     """

@@ -77,7 +77,7 @@ ITEM_BYTES = {
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
-    """The encoding in which a version is sent: the whole image, a keyframe or a delta."""
+    """The encoding in which a version is sent: as a whole image, a keyframe or a delta."""
 
     kind: Literal["full", "keyframe", "delta"]
     """"full" (the image itself), "keyframe" (coded alone) or "delta" (coded against `base`)."""
@@ -169,19 +169,19 @@ class Fetch(Message, frozen=True):
 
     version: PolicyVersion
     ranges: Annotated[tuple[tuple[Place, Place], ...], Meta(max_length=MAX_RANGES)]
-    """Half-open ranges [start, stop) of missing chunks, ascending. A last range to OPEN_END
-    includes chunks that are coded later.
+    """Half-open ranges [start, stop) of missing chunks, ascending. If the last range ends at
+    OPEN_END, it includes chunks that will be coded later.
     """
     credit_bytes: Size
     form: Form = FULL
     num_segments: Place = 0
-    """Number of segments of the encoded version that the child has. The parent sends further
-    segments.
+    """Number of the encoded version's segments that the child has. The parent sends the segments
+    after these.
     """
 
 
 class Credit(Message, frozen=True):
-    """Child to parent: number of arrived bytes, and number of bytes that the parent may send."""
+    """Child to parent: how many bytes have arrived, and how many more the parent may send."""
 
     version: PolicyVersion
     credit_bytes: Size
@@ -210,14 +210,16 @@ class Chunk(Message, frozen=True):
     index: Place
     form: Form = FULL
     others: Annotated[tuple[Place, ...], Meta(max_length=MAX_CHUNKS - 1)] = ()
-    """Indices of all further chunks, in the order of their frames."""
+    """Indices of all chunks after the first chunk, in the order of their frames."""
 
 
 class Waiting(Message, frozen=True):
-    """Parent to child: the parent is alive, but lacks the wanted chunk."""
+    """Parent to child: the parent is alive, but lacks the chunk that the child wants."""
 
     version: PolicyVersion | None
-    """The version of the wanted chunk; None if the child waits for any newer version."""
+    """The version of the wanted chunk; None if the child waits for any version newer than it has
+    reported.
+    """
     form: Form = FULL
     again_s: Seconds = 0.0
     """Seconds within which the parent repeats this message; 0 for no limit."""
@@ -445,20 +447,22 @@ class NodeStats(Message, frozen=True, tag=False):
     num_chunks: Place = 0
     refused: Counts = msgspec.field(default_factory=dict)
     refused_version: PolicyVersion | None = None
-    """The version that the engine refused last; None after a later installation."""
+    """The version that the engine refused last; None if the engine has installed a version since.
+    """
     refusal: Line = ""
     """Why the engine refused `refused_version`."""
     partials: Counts = msgspec.field(default_factory=dict)
     """Counters of unfinished rollouts since the process started, by name."""
     num_places: Capacity = 0
-    """Number of groups that a worker samples at the same time, while its other groups wait; 0 if no
-    group waits.
+    """Number of groups that a worker samples at the same time. Its other groups wait meanwhile. 0
+    if no group waits.
     """
     num_fit: Capacity = 0
     """Number of groups that fit into a worker's memory at the same time; 0 if unknown."""
     gain: Rate | None = None
-    """Tokens per second of a worker's engine with many rollouts over those with few; None before a
-    measurement."""
+    """Ratio of a worker engine's tokens per second with many rollouts to those with few; None
+    before a measurement.
+    """
     groups: Counts = msgspec.field(default_factory=dict)
     """Number of the worker's groups by state: sampling, rewards, weights (waiting for a newer
     version), queued, delivered.
@@ -523,7 +527,7 @@ class Reclaim(Message, frozen=True):
 
     leases: Annotated[tuple[tuple[GroupId, Attempt], ...], Meta(max_length=MAX_LEASES)]
     is_begun_too: bool = False
-    """Whether to return groups that have begun too, with their sampled tokens."""
+    """Whether the worker must also return groups that have begun, with their sampled tokens."""
 
 
 class Deliver(Message, frozen=True):

@@ -57,7 +57,9 @@ MAX_CHANNELS = 1 << 14
 """Number of channels whose keys are cached. Keys of other channels are computed again if needed."""
 NONCE_BYTES, NAME_BYTES, CODE_BYTES = 16, 8, 16
 WINDOW = 1024
-"""Number of later messages, in the same direction, after which a message is no longer accepted."""
+"""A message is no longer accepted once this number of later messages in the same direction has been
+verified.
+"""
 
 _PRIVATE = "echo-rl 2026-11 private key of a process for seals"
 _NONCE = "echo-rl 2026-11 nonce of a joining"
@@ -84,7 +86,7 @@ class SealKeys:
         self._keys = functools.lru_cache(MAX_CHANNELS)(self._derive)
 
     def seal_key(self) -> bytes:
-        """Return the public key, to be sent in a Hello or Welcome."""
+        """Return the public key that a Hello or a Welcome sends."""
         return self._private.public_key().public_bytes_raw()
 
     def nonce(self) -> bytes:
@@ -202,13 +204,13 @@ class Channel:
 
 @dataclass(slots=True)
 class Seals:
-    """The present and the next channel between a node and the learner, at one end."""
+    """The present and the next channel between a node and the learner, stored at one end."""
 
     confirmed: Channel | None = None
     """The channel of the last message opened at this end; None before the first message."""
     offered: Channel | None = None
-    """The channel of a newer Welcome, in which no message was opened yet; None without such a
-    channel.
+    """The channel of a Welcome that is newer than `confirmed`, while no message was opened in it;
+    None otherwise.
     """
 
     @property
