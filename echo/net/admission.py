@@ -30,7 +30,9 @@ MAX_GUEST_BYTES = 256 << 10
 holds for the first message of every connection, a short Greet.
 """
 CHECK_S = 0.1
-"""Seconds between two checks for connections whose unfinished message is too long."""
+"""Seconds between two checks of connections. A check finds connections whose unfinished message is
+too long.
+"""
 CONNECTIONS_PER_CHECK = 512
 """Largest number of connections in one check, because each connection takes a system call. The next
 check continues with further connections.
@@ -107,7 +109,7 @@ class AcceptedConnections:
             _shut_down(descriptor)
 
     def close_excess(self) -> int:
-        """Close the oldest strangers above the bound; return how many were closed.
+        """Close the oldest strangers beyond `max_strangers`; return how many were closed.
 
         The caller must first read all events of connections, so that no descriptor belongs to an
         ended connection.
@@ -181,7 +183,7 @@ DOMAIN, BULK_DOMAIN = b"echo", b"echo bulk"
 
 
 class ZapHandler:
-    """Answers libzmq's questions whether to admit a client, for the listeners of a context."""
+    """Answers libzmq when it asks whether the listeners of a context may admit a client."""
 
     def __init__(
         self,

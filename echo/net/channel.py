@@ -132,7 +132,7 @@ def _ms(seconds: float) -> int:
 
 
 class ZmqOutbox:
-    """Sends messages on one connection, and counts the bytes not yet in the kernel."""
+    """Sends messages on one connection, and counts the bytes that the kernel does not have yet."""
 
     def __init__(self, to: Socket, identity: bytes, max_unsent_bytes: int) -> None:
         self._to = to
@@ -168,7 +168,7 @@ class ZmqOutbox:
 
     @property
     def unsent_bytes(self) -> int:
-        """Number of accepted bytes not yet passed to the kernel, with overhead."""
+        """Number of accepted bytes that were not yet passed to the kernel, including overhead."""
         while self._tracked and self._tracked[0][1].done:
             self._unsent_bytes -= self._tracked.popleft()[0]
         return self._unsent_bytes
@@ -276,7 +276,7 @@ class ZmqChannel:
         return False
 
     def _read_some_news(self) -> None:
-        """Read NEWS_PER_TURN events of connections now, and the remaining events later.
+        """Read NEWS_PER_TURN events of connections now, and read all further events later.
 
         So a flood of events does not block the loop.
         """
@@ -338,7 +338,7 @@ class ZmqChannel:
         return ZmqOutbox(self.socket, identity, most)
 
     def close(self, linger_s: float) -> None:
-        """Close the socket; libzmq sends accepted messages for at most `linger_s` seconds."""
+        """Close the socket. libzmq still sends accepted messages for at most `linger_s` seconds."""
         self._loop.remove_reader(self._monitor.FD)
         self._loop.remove_reader(self.socket.FD)
         self._is_closed = True

@@ -71,7 +71,7 @@ class DiallerHost(Host, Protocol):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class BulkChannel:
-    """One bulk connection of a link that this node opens."""
+    """A bulk connection that this node opens for a link."""
 
     port: int
     channel: ZmqChannel = dataclasses.field(init=False)
@@ -79,7 +79,10 @@ class BulkChannel:
 
 
 class DialledLink:
-    """A link to an address. The address is redialled after every loss until the link is closed."""
+    """A link to an address.
+
+    After every loss, the address is dialled again until the link is closed.
+    """
 
     def __init__(
         self, host: DiallerHost, peer: PeerId, address: str, *, has_bulk: bool = False

@@ -25,8 +25,9 @@ ASSUMED_RATE_BYTES_PER_S = 125e6
 ASSUMED_RTT_S = 0.1
 BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
 WINDOW_SHARE = 0.7
-"""Largest measured share of a kernel buffer that holds bytes under way; the rest of the buffer is
-overhead."""
+"""Largest measured share of a kernel buffer that holds bytes under way. Overhead takes the rest of
+the buffer.
+"""
 SOCKETS_WITHOUT_BBR = 4
 """Least number of connections of a link without BBR. A lost packet then halves the rate of a single
 connection instead of the whole link.

@@ -155,7 +155,7 @@ class ListenerHost(Host, Protocol):
 
     @property
     def has_guests(self) -> bool:
-        """Whether guests are admitted beside the nodes of the run."""
+        """Whether guests are admitted in addition to the nodes of the run."""
 
     def mint(self, prefix: str) -> PeerId:
         """Return a new peer id that begins with `prefix`."""
@@ -164,10 +164,10 @@ class ListenerHost(Host, Protocol):
         """Add an inbound peer to the transport's peers."""
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer and its unused tokens after its connection has ended."""
+        """Remove an inbound peer and the peer's unused tokens, because its connection has ended."""
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return the inbound peer with this id; None if its connection has ended."""
+        """Return the inbound peer with this id; None if the peer's connection has ended."""
 
     def offer_bulk(self, inbound: Inbound) -> None:
         """Send an inbound peer the bulk port and a new token for a bulk connection."""
@@ -237,7 +237,7 @@ class Listener:
                 self._host.note(self)
 
     def close(self, linger_s: float) -> None:
-        """Close the channel, and so all connections of inbound peers."""
+        """Close the channel, which closes all connections of inbound peers."""
         for handle in (self._closing, self._checking):
             if handle is not None:
                 handle.cancel()
@@ -322,7 +322,7 @@ class Listener:
 
 
 class BulkListener(Listener):
-    """The bulk connections that inbound peers have opened, on a port of their own."""
+    """The bulk connections that inbound peers have opened. They have a port of their own."""
 
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
         owner = self._host.find_inbound(self.channel.user())

@@ -96,8 +96,9 @@ class DialFailed:
     reason: str
     """Cause of the failure, in words for the user."""
     is_refused: bool
-    """Whether the other side has another key or another security mechanism. If so, every attempt
-    fails until the user changes the settings."""
+    """Whether the keys or the security mechanisms of the two sides differ. If so, every attempt
+    fails until the user changes the settings.
+    """
 
 
 TransportEvent: TypeAlias = Connected | Disconnected | DialFailed | Received
@@ -168,18 +169,19 @@ class TransportStats:
     refused_sends: int = 0
     """Number of times that `send` returned False."""
     discarded_messages: int = 0
-    """Messages that were discarded: from inbound peers after `hang_up`, or over connections with
-    another protocol.
+    """Number of discarded messages. They came from inbound peers after `hang_up`, or over
+    connections that use a different protocol.
     """
     failed_handshakes: int = 0
-    """Connections whose other side uses another protocol or a wrong key."""
+    """Number of connections whose other side uses a different protocol or a wrong key."""
     closed_strangers: int = 0
-    """Connections that were closed before their first message, because of too many newer
-    connections."""
+    """Number of connections that were closed before their first message, because too many newer
+    connections were open.
+    """
     public_messages_in: int = 0
     """Messages received over bulk connections, which `messages_in` includes."""
     refused_clients: int = 0
-    """Connections that use this protocol, but not the run's secret."""
+    """Number of connections that use this protocol, but do not know the run's secret."""
 
 
 class Transport(abc.ABC):
@@ -259,7 +261,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def receive(self) -> list[TransportEvent]:
-        """Wait for events and return them in order, at least one.
+        """Wait until there is at least one event; return the events in order.
 
         Only one caller at a time may wait.
 

@@ -263,7 +263,7 @@ class ZmqTransport(Transport):
 
     @property
     def has_guests(self) -> bool:
-        """Whether guests are admitted beside the nodes of the run."""
+        """Whether guests are admitted in addition to the nodes of the run."""
         return self._keys is not None and bool(self._keys.guests)
 
     def _close_guest(self, inbound: Inbound) -> None:
@@ -359,14 +359,14 @@ class ZmqTransport(Transport):
         self._peers[inbound.peer] = inbound
 
     def forget(self, inbound: Inbound) -> None:
-        """Remove an inbound peer and its unused tokens after its connection has ended."""
+        """Remove an inbound peer and the peer's unused tokens, because its connection has ended."""
         self._peers.pop(inbound.peer, None)
         if self._admission is not None:
             for token in inbound.tokens:
                 self._admission.tokens.pop(token, None)
 
     def find_inbound(self, peer: PeerId) -> Inbound | None:
-        """Return the inbound peer with this id; None if its connection has ended."""
+        """Return the inbound peer with this id; None if the peer's connection has ended."""
         found = self._peers.get(peer)
         return found if isinstance(found, Inbound) else None
 
