@@ -58,6 +58,7 @@ from echo.core.bounds import (
     Place,
     Progress,
     Rate,
+    Ratio,
     Seconds,
     Seed,
     Size,
@@ -459,7 +460,7 @@ class NodeStats(Message, frozen=True, tag=False):
     """
     num_fit: Capacity = 0
     """Number of groups that fit into a worker's memory at the same time; 0 if unknown."""
-    gain: Rate | None = None
+    gain: Ratio | None = None
     """Ratio of a worker engine's tokens per second with many rollouts to those with few; None
     before a measurement.
     """

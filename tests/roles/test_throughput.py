@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from echo.core.bounds import MAX_RATIO
 from echo.roles.worker.throughput import EngineThroughput
+from echo.wire.messages import NodeStats
 
 
 def measured(*, step_s: float, rollout_s: float, lengths: list[int]) -> EngineThroughput:
@@ -33,6 +36,17 @@ def test_an_engine_that_waits_for_memory_gains() -> None:
     gain = measured(step_s=0.1, rollout_s=0.0, lengths=LENGTHS).gain
     assert gain is not None
     assert gain > 2.0
+
+
+def test_any_gain_fits_into_a_heartbeat() -> None:
+    slower, faster = EngineThroughput(), EngineThroughput()
+    for throughput, num_tokens in ((slower, 1), (faster, 10**18)):
+        for now, (num_rollouts, tokens) in enumerate([(8, 0), (8, num_tokens), (1, 0), (1, 100)]):
+            throughput.look(num_rollouts, tokens, now=10.0 * now)
+    gains = [slower.gain, faster.gain]
+    assert gains == [0.01, MAX_RATIO]
+    for gain in gains:
+        assert msgspec.convert({"gain": gain}, NodeStats).gain == gain
 
 
 def test_without_both_loads_the_gain_is_unknown() -> None:

@@ -10,6 +10,8 @@ ordinary work, because rollouts end at different lengths.
 
 from __future__ import annotations
 
+from echo.core.bounds import MAX_RATIO
+
 MIN_S = 5.0
 """Smallest number of seconds of each load from which a gain is computed."""
 
@@ -52,4 +54,4 @@ class EngineThroughput:
         (low, low_s), (high, high_s) = self._sums[False], self._sums[True]
         if min(low_s, high_s) < MIN_S or low <= 0 or high <= 0:
             return None
-        return (high / high_s) / (low / low_s)
+        return min(MAX_RATIO, (high / high_s) / (low / low_s))
