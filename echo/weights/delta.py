@@ -105,7 +105,7 @@ def pack_planes(words: Words) -> list[bytes]:
 
 
 def fill(out: memoryview, data: bytes | bytearray | memoryview) -> None:
-    """Copy `data` to `out`, which must have the same length, without holding the GIL.
+    """Without holding the GIL, copy `data` to `out`, which must have the same length.
 
     A slice assignment would hold the GIL. If `out` is a mapped file, the kernel may block the
     writer, and all other threads would wait for the GIL.
@@ -496,7 +496,7 @@ def encode_changes(where: Indices, difference: Words, tail: memoryview | bytes =
 
 @dataclass(frozen=True, slots=True)
 class BlockPatch:
-    """The changes that a delta makes to a block, with the old words so that they can be undone."""
+    """The changes that a delta makes to a block, and the old words for undoing the changes."""
 
     where: Indices | None
     """Indices of the changed words, increasing; None if the whole block is replaced."""

@@ -129,7 +129,7 @@ _signed_decoder = msgspec.msgpack.Decoder(SignedManifest)
 
 
 def provisional(manifest: Manifest, version: PolicyVersion) -> Manifest:
-    """Return a manifest of `version` without hashes, with the layout of `manifest`."""
+    """Return a manifest of `version` that has the layout of `manifest` and no hashes."""
     return msgspec.structs.replace(
         manifest, version=version, chunk_hashes=b"", sent_hashes=b"", key_hash=b""
     )

@@ -116,7 +116,7 @@ class Parents:
         return tuple(node_id for node_id, began_at in since if now < began_at + QUARANTINE_S)
 
     def has(self, peer: str) -> bool:
-        """Return whether `peer` is the link to the parent in use, the next parent or the spare."""
+        """Return whether `peer` leads to the parent in use, the one being dialled or the spare."""
         return any(each.peer == peer for each in self.connections)
 
     @property

@@ -56,7 +56,7 @@ its rate is only a lower bound of the uplink's rate.
 """
 
 LOWER_SAMPLES = 4
-"""Number of samples below the estimate, in a row, after which the estimate falls."""
+"""The estimate falls after this number of samples in a row that are below the estimate."""
 
 RISE_S = 4.0
 """Time constant of a rising estimate: busy time, in seconds, in which the weight of the former

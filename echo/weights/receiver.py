@@ -178,13 +178,13 @@ class Receiver:
         self.item: ItemId | None = None
         self.bytes_received = 0
         self.rate = RateEstimate()
-        """The rate at which this node receives weights, kept when the parent changes."""
+        """The rate at which this node receives weights. It is kept when the parent changes."""
         self.num_bad_chunks = 0
         self.num_duplicate_chunks = 0
         self.offers = Offers(store)
         self.trust = TrustedManifests()
         self._early = EarlyChunks()
-        """Chunks of the item being fetched that arrived before the table with their hashes."""
+        """Chunks of the item being fetched that arrived before the table that has their hashes."""
         self.requests = Requests(self.link, store, node_id=node_id)
         self.space = SpaceRetry()
         self.watchdog = Watchdog(self.link, self.offers, store)

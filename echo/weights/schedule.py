@@ -94,7 +94,7 @@ class PublishPace:
 
     @property
     def choices(self) -> range:
-        """The possible publish periods: the fixed period, or every period that S allows."""
+        """The possible publish periods: the fixed one, or all that the staleness bound allows."""
         if self._is_auto:
             return range(1, self._max_staleness + 2)
         return range(self.period, self.period + 1)
@@ -105,7 +105,7 @@ class PublishPace:
         return bool(self._published_at)
 
     def published(self, version: PolicyVersion, *, num_bytes: int, now: float) -> None:
-        """Record that a version of `num_bytes` was published at the time `now`."""
+        """Record that a version of `num_bytes` bytes was published at the time `now`."""
         self._num_bytes = num_bytes
         self._published_step = version.step
         self._published_at[version] = now
@@ -268,7 +268,7 @@ class FormSchedule:
             self._delta_bytes, self._num_since_delta = num_bytes, 0
 
     def is_keyframe_due(self, offers: Mapping[ItemId, int], newest: PolicyVersion) -> bool:
-        """Return whether to also make a keyframe of the newest version.
+        """Return whether to add a keyframe to the forms of the newest version.
 
         Args:
             offers: the items of all versions up to the newest, with their sizes in bytes.

@@ -266,8 +266,8 @@ PIN_STALLS = 10
 """Time, as a multiple of stall_s, for which a child may be silent before its item may be evicted.
 """
 FORGET_STALLS = 60
-"""Time, as a multiple of stall_s, in which a child must react to an announcement. Then this node
-forgets the child.
+"""A child is forgotten if it has not reacted to an announcement within this time, a multiple of
+stall_s.
 """
 MAX_LEAD_CHUNKS = 4
 """Largest number of chunks by which a child may be ahead of its slowest sibling."""
@@ -465,7 +465,7 @@ class Sender:
         return min(leads) + MAX_LEAD_CHUNKS if leads else None
 
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
-        """Send a child its wanted chunks, in order, up to its credit and to `limit`.
+        """Send a child its wanted chunks in order, within the child's credit and `limit`.
 
         `limit` is the largest lead in chunks; None for no limit. Sending stops at the first chunk
         that this node does not hold.
@@ -499,7 +499,7 @@ class Sender:
     def _next_chunks(
         self, child: Child, item: Chunked, limit: int | None, most: int
     ) -> dict[int, Frame]:
-        """Return the chunks of the child's next message, by index; at most `most` chunks.
+        """Return up to `most` chunks for the child's next message, by index.
 
         Raises:
             StorageError: if a chunk no longer matches its hash.
@@ -586,7 +586,7 @@ class Sender:
         return actions
 
     def forget_silent(self, now: float) -> None:
-        """Forget each child that did not react to an announcement for FORGET_STALLS."""
+        """Forget each child that has not reacted to an announcement within FORGET_STALLS."""
         for peer, child in list(self.children.items()):
             since = child.unanswered_since
             if since is not None and now - since > FORGET_STALLS * self.stall_s:

@@ -290,7 +290,7 @@ class AuditChunks(Work):
     stop: int
 
     def run(self) -> str:
-        """Hash the chunks; return the name of the first wrong chunk, or ""."""
+        """Hash the chunks; return the name of the first wrong chunk, or "" if all are right."""
         for index in range(self.first, self.stop):
             if not self.image.is_right(index):
                 return f"chunk {index}"

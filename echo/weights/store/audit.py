@@ -42,7 +42,7 @@ class Audit:
         return None if self._image is None or self._work is not None else self._due_at
 
     def expire(self, *, now: float) -> list[Action]:
-        """Return the next piece of work if due, otherwise an empty list."""
+        """Return the next piece of work if a piece is due, otherwise an empty list."""
         image = self._image
         if image is None or self._work is not None or now < self._due_at:
             return []
@@ -73,7 +73,7 @@ class Audit:
         return is_held
 
     def _due_after(self, now: float) -> float:
-        """Return the time of the next piece. The pause keeps hashing at AUDIT_SHARE of the time."""
+        """Return when the next piece is due, so that hashing takes AUDIT_SHARE of the time."""
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:

@@ -151,7 +151,7 @@ class EncodedVersion(Chunked):
         place.
         """
         self.patch: Patch | None = None
-        """The changes of a delta on its base, until the changes are written; otherwise None."""
+        """The changes that a delta makes to its base, until they are written; otherwise None."""
         self.expected_bytes = 0
         """The announced size in bytes, used until all segments are known."""
         self._key = b""

@@ -209,7 +209,10 @@ class ItemStore:
 
     @property
     def newest_sealed(self) -> PolicyVersion | None:
-        """The newest version whose manifest has arrived; its image may be partial."""
+        """The newest version whose manifest has arrived.
+
+        The image of the version may be partial.
+        """
         return max((v for v, image in self.images.items() if image.signed), default=None)
 
     @property

@@ -21,7 +21,7 @@ from echo.wire.messages import FULL, ItemId
 
 @contextmanager
 def _taken_for_forged() -> Iterator[None]:
-    """Convert a RemoteProtocolError that the `with` block raises to a ForgedError.
+    """Raise a ForgedError in place of a RemoteProtocolError of the `with` block.
 
     ForgedError means that the learner did not sign a forwarded manifest or table.
     """

@@ -110,7 +110,7 @@ class _Rows:
     """A tree, divided into rows of nodes with the same number of hops from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
-        """Sort the nodes that can serve into rows, and number each parent's children."""
+        """Sort into rows the nodes that can serve, and number the children of each parent."""
         self._fleet, self._parents = fleet, parents
         self._depths = [0] * len(parents)
         self._ranks = [0] * len(parents)
@@ -398,7 +398,7 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether a plan that takes `other_s` seconds saves too little against this plan."""
+        """Return whether a plan of `other_s` seconds saves too little compared with this plan."""
         return self.seconds * (1 - min_gain) <= other_s
 
 

@@ -168,7 +168,7 @@ def _numbered(regions: tuple[str, ...]) -> list[int]:
 
 
 def _deal(slots: list[int], groups: list[int]) -> list[int]:
-    """Return each node's number of children, at most its number in `slots`."""
+    """Return each node's number of children, which is at most the node's number of slots."""
     num_receivers = len(slots) - 1
     home, *others = _links_within(groups)
     own = [0] * (1 + len(others))
