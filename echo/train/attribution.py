@@ -59,7 +59,7 @@ from the rounding of float32 scores.
 
 
 def split_variance(parts: Mapping[str, npt.NDArray[np.floating]]) -> dict[str, float]:
-    """Return the variance of the log-ratio, and which share of this variance each cause has.
+    """Return the variance of the log-ratio, and each cause's share of this variance.
 
     Args:
         parts: for each cause, its part of the log-ratio of N >= 1 tokens; [N] nats.
@@ -84,7 +84,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class RoundTrip:
-    """Finds completions whose token ids change by decoding and encoding."""
+    """Finds completions whose token ids change when they are decoded and encoded again."""
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         """Load the tokenizer of a model directory.
@@ -123,7 +123,7 @@ class MismatchProbe:
         self._chance = random.Random(seed)
 
     def measure(self, groups: Sequence[Group], trainer: AnyTrainer) -> dict[str, float]:
-        """Return the variance of the log-ratio over a small sample, and the share of each cause.
+        """Return the variance of the log-ratio over a small sample, and each cause's share of it.
 
         Args:
             groups: the groups that the next step trains on.
@@ -218,7 +218,7 @@ entries together.
 
 
 class VersionRetention:
-    """Keeps published versions on disk, and deletes the oldest versions above a bound."""
+    """Keeps published versions on disk up to a bound, and deletes the oldest versions above it."""
 
     def __init__(self, directory: Path, *, max_bytes: int, max_versions: int) -> None:
         """Find the versions that an earlier process has kept in the directory.

@@ -35,11 +35,12 @@ EPSILON = 1e-8
 """Number added to the root of the mean square, torch's default."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of the running means of the gradient and of its square."""
+"""torch's names of the running means of the gradient and of the gradient's square."""
 CODES, SCALES = "_codes", "_scales"
 """Suffixes of the two tensors of an 8-bit moment: its codes and its scales."""
 STEP = "step"
-"""Suffix of the number of a parameter's updates, for AdamW's bias correction."""
+"""Suffix of the tensor that counts a parameter's updates. AdamW's bias correction needs the count.
+"""
 PARTS = (*MOMENTS, *(moment + part for moment in MOMENTS for part in (CODES, SCALES)), STEP)
 """Suffixes of the tensors in a parameter's state. The tensor STEP, the last, has one number. All
 other tensors have the parameter's number of rows.

@@ -80,7 +80,7 @@ class Speedometer:
             yield found
 
     def passed(self, spans: Sequence[tuple[int, int]], num_scored: int, *, is_packed: bool) -> None:
-        """Count a micro-batch that went forward and backward.
+        """Count a micro-batch that has made its forward and its backward pass.
 
         Args:
             spans: for each segment: its number of tokens, and the number of tokens of its shared

@@ -150,7 +150,7 @@ class Trainer:
         return self.adapters.progress.step_count
 
     def describe_rows(self) -> str:
-        """Return a sentence on the form of rows (packed or padded), and the reason."""
+        """Return a sentence that says whether rows are packed or padded, and why."""
         return self.policy.describe_rows()
 
     # --- the three operations --------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Trainer:
         return found
 
     def refusal(self, group: Group) -> str | None:
-        """Return why a group should not count towards a step, or None (train/batch.py).
+        """Return why a group should not count towards a step; None if it should (train/batch.py).
 
         Any thread may call this method at any time.
         """
@@ -459,7 +459,7 @@ class Trainer:
         self._state.save(directory)
 
     def load_state(self, directory: Path) -> None:
-        """Continue from a directory that `save_state` wrote, on any number of ranks.
+        """Continue from a state that `save_state` wrote, perhaps on a different number of ranks.
 
         Raises:
             StorageError: if the files are missing or damaged.

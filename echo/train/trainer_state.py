@@ -54,7 +54,7 @@ class TrainerState:
         self._adapters.for_each(save_adapter)
 
     def load(self, directory: Path) -> None:
-        """Continue from a directory that `save` wrote, on any number of ranks.
+        """Continue from a state that `save` wrote, perhaps on a different number of ranks.
 
         Raises:
             StorageError: if the files are missing or damaged.

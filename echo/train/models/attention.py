@@ -163,7 +163,7 @@ def candidates(device: torch.device | str, dtype: torch.dtype) -> list[Kernel]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is installed, without an import."""
+    """Return whether a module is installed, without importing the module."""
     top, *path = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not path:
@@ -195,7 +195,7 @@ def choose_kernel(
 def find_kernel_fault(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, shapes: Iterable[LayerShape]
 ) -> str | None:
-    """Activate and try a kernel; return the reason of a failure, or None.
+    """Activate and try a kernel; return the reason if the kernel fails, else None.
 
     A failing kernel is deactivated again.
     """
@@ -211,7 +211,7 @@ def find_kernel_fault(
 
 
 def activate(kernel: Kernel) -> None:
-    """Switch torch's varlen operator to the kernel's `implementation`, if any."""
+    """Switch torch's varlen operator to the kernel's `implementation`, if the kernel names one."""
     if kernel.implementation == "FA4":
         # Imported here: torch may remove this prototype module.
         from torch.nn.attention import _fa4

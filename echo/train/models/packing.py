@@ -1,4 +1,4 @@
-"""Packed rows: several rollouts in one row, separated by the attention.
+"""Packed rows: several rollouts in one row, which the attention keeps apart.
 
 A packed row [1, L] has no padding, so no computation is wasted, and a row can hold whole groups
 that would not fit into a padded rectangle. An attention registered with transformers as `packed`

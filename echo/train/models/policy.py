@@ -123,8 +123,9 @@ class ModelSource:
     model_dir: Path
     """Hugging Face directory; config.json is enough if `tensors` is given."""
     tensors: Mapping[str, Tensor] | None = None
-    """Name -> weight, in place of the directory's weights; tied tensors once. If `lora` is set,
-    these are the adapter's weights, and None starts an adapter that leaves the output unchanged.
+    """Name -> weight. These weights replace the directory's weights; tied tensors occur once. If
+    `lora` is set, these are the adapter's weights, and None starts an adapter that leaves the
+    output unchanged.
     """
     weights_dir: Path | None = None
     """Directory of weights that replace the weights in `model_dir`."""
@@ -325,7 +326,7 @@ class Policy:
         return self.padded_because is None
 
     def describe_rows(self) -> str:
-        """Return a sentence on the form of rows (packed or padded), and the reason."""
+        """Return a sentence that says whether rows are packed or padded, and why."""
         rows = "packed rows" if self.is_packed else f"padded rows: {self.padded_because}"
         if self.is_packed and self.compute.packs == "auto":
             rows += ", or on padded ones where a batch costs less so"

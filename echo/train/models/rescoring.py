@@ -75,7 +75,7 @@ class Rescorer:
         self.policy.load(read_version(version, self.policy.compute.ranks))
 
     def score(self, micro: MicroBatch) -> Tensor:
-        """Return log-probabilities, and logs of the probability kept by truncation; [B, T, 2].
+        """Return log-probabilities, and logs of the probability that truncation keeps; [B, T, 2].
 
         For a token with a support (the ids that it was drawn from), the kept probability is 1.
 

@@ -47,7 +47,7 @@ class RowPlan:
     """
     is_packed: bool
     shares_tokens: bool
-    """Whether rollouts of a prompt, and chains of a rollout, share tokens in a packed row."""
+    """Whether rollouts of one prompt, and chains of one rollout, share tokens in a packed row."""
     cost: float
     """Cost of the plan in operations, including CALL_FLOPS for each call of attention, summed over
     the ranks.
@@ -202,7 +202,7 @@ def _alone(row: TrainingRow) -> Spans:
 
 
 def _num_runs(indices: Sequence[int], rows: Sequence[TrainingRow], units: Sequence[int]) -> int:
-    """Return the number of runs of equal segments in the packed row of these rows."""
+    """Return how many runs of equal segments these rows have if they are packed into one row."""
     sizes = Counter(units[index] for index in indices)
     shared = [unit for unit, size in sizes.items() if size > 1]
     lengths = ((units[i] if sizes[units[i]] > 1 else -1, rows[i].num_inputs) for i in indices)

@@ -96,7 +96,7 @@ class WarmupRecipe:
     learning_rate: float = 3e-3
     num_warmup_steps: int = 50
     decay_share: float = 0.3
-    """Share of the steps, at the end, over which the learning rate falls to zero."""
+    """Share of the warm-up's steps, at its end, over which the learning rate falls to zero."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -279,7 +279,7 @@ def _text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
 
 
 def _recipe_hash(task_name: str, task: Demonstrator, seed: int, head_dim: int) -> str:
-    """Return a hash of all inputs of a model, except packages and code."""
+    """Return a hash of all that a model depends on, except packages and code."""
     rng = random.Random(seed)
     made_from = {
         "recipe": asdict(RECIPES[task_name]),

@@ -180,7 +180,7 @@ class Gradients:
         return failure
 
     def _score(self, micro: MicroBatch, loss: Loss) -> _Scored:
-        """Return the policy's scores of a micro-batch, fused with the loss if possible.
+        """Return the policy's scores of a micro-batch, computed together with the loss if possible.
 
         The fused kernel uses the whole vocabulary. So the loss is not fused if a token was drawn
         from a part of the vocabulary.

@@ -40,7 +40,7 @@ FATAL_ERRORS = (ConfigError, MemoryError, torch.OutOfMemoryError, torch.Accelera
 
 @contextmanager
 def as_step_errors() -> Iterator[None]:
-    """Convert non-fatal errors that the `with` block raises to `StepError`."""
+    """Raise a `StepError` in place of a non-fatal error of the `with` block."""
     try:
         yield
     except StepError:

@@ -413,7 +413,7 @@ class LeadTrainer:
         return self._trainer.refusal(group)
 
     def describe_rows(self) -> str:
-        """Return a sentence on the form of rows and the number of processes."""
+        """Return a sentence that says whether rows are packed, and how many processes train."""
         return f"{self._trainer.describe_rows()}, by {self._rank_group.ranks.size} processes"
 
     def step(self, groups: Sequence[Group]) -> StepResult:

@@ -77,7 +77,7 @@ from echo.weights.manifest import ChunkHashes, TensorSpec, hash_chunks
 from echo.weights.store.memory import RecycledMemory
 
 PIECE_BYTES = 4 << 20
-"""Number of image bytes that a rank of another machine sends at a time."""
+"""Number of image bytes that a rank on a different machine sends to rank 0 at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -199,7 +199,7 @@ def receive_rows(
     last: memoryview | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write the rows of a rank on another machine into the image.
+    """Receive the rows of a rank on a different machine, and write them into the image.
 
     Args:
         rank: the rank that sends the rows.
@@ -310,11 +310,11 @@ class Rendezvous:
     """Connections of the ranks on rank 0's machine, and the group of ranks on other machines."""
 
     links: dict[int, Link]
-    """On rank 0: links to the other ranks of its machine, by rank. On these ranks: the link to rank
+    """On rank 0: links to the ranks on the same machine, by rank. On those ranks: the link to rank
     0.
     """
     remote: dist.ProcessGroup | None
-    """Process group for the rows of ranks on other machines; None without such ranks."""
+    """Process group for the rows of ranks on other machines; None if there are no such ranks."""
 
 
 def _remote_group(ranks: Ranks, num_local: int) -> dist.ProcessGroup | None:
@@ -402,7 +402,7 @@ class LocalRank:
         return _hashes_decoder.decode(answered)
 
     def _number(self, image: memoryview) -> int:
-        """Return the number of an image's memory area; 0 if the other rank lacks the area."""
+        """Return the number of an image's memory area; 0 if this rank lacks the area."""
         return self._numbers.get(address_of(image), 0)
 
     def _ask(self, asked: AskedBlocks | AskedHashes) -> bytes | None:
@@ -442,10 +442,11 @@ class LeadImages:
         self._together, self._lost = together, lost
         self._rendezvous = accept(ranks)
         self._numbers: dict[int, int] = {}
-        """Number of each memory area in use, by address."""
+        """Address of a memory area in use -> number of the area."""
         self._num_made = 0
         self._made: dict[int, tuple[int, int]] = {}
-        """(file descriptor, size) of each memory area that the other ranks lack, by number."""
+        """Number of a memory area that the other ranks lack -> (file descriptor, size) of the area.
+        """
         links = self._rendezvous.links
         self._memory = RecycledMemory(
             2, self._make_piece if links else image_memory, max_pieces=KEEP_VERSIONS + 1

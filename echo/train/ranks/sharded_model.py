@@ -139,7 +139,7 @@ def _cut(shapes: nn.Module, own: Mapping[str, Tensor], *, read_whole: set[str]) 
 
 
 def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
-    """Copy the tensors that were read into their shards in `own`; return the names."""
+    """Copy each tensor that was read to its shard in `own`; return the names of these tensors."""
     found = {name: t for name, t in _named(shapes).items() if not t.is_meta and name in own}
     for name, tensor in found.items():
         sharding.copy_local(own[name], tensor)
@@ -148,7 +148,7 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 
 
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
-    """Replace a tensor that was read by an empty tensor, to free memory.
+    """Put an empty tensor in the place of a tensor that was read, to free memory.
 
     The empty tensor is on the meta device and has the shape of this rank's part of `own`.
     """

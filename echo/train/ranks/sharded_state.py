@@ -166,7 +166,7 @@ def _read(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Convert errors that torch's checkpoint code raises to `StorageError`.
+    """Raise a `StorageError` in place of an error of torch's checkpoint code.
 
     The error's text begins with `what`.
     """
