@@ -27,9 +27,9 @@ class RatioClip:
     """The range of importance ratios in which a token has a gradient."""
 
     clip_low: float = 0.2
-    """Width of the range of the ratio below 1, in 0..1."""
+    """Width of the range below 1 in which a ratio still has a gradient, 0..1."""
     clip_high: float = 0.28
-    """Width of the range of the ratio above 1, >= 0."""
+    """Width of the range above 1 in which a ratio still has a gradient, >= 0."""
     dual_clip: float | None = 3.0
     """Bound on the ratio where the advantage is negative, > 1 + clip_high; None for no bound."""
 

@@ -175,7 +175,7 @@ def linear_further_logprobs(
     vocab_chunk: int = 8192,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `linear_logprob`, and the log-probabilities of further ids.
+    """Return the results of `linear_logprob`, and the log-probabilities of the ids in `sets`.
 
     One forward pass over the LM head computes all results, and one backward pass all gradients.
 

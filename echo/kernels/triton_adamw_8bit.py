@@ -18,7 +18,7 @@ BLOCKS_PER_PROGRAM = 16
 
 @triton.jit
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """Interpolate from the nearer end, for the same rounding as torch.lerp."""
+    """Interpolate from the nearer end, so that the result is rounded as torch.lerp rounds it."""
     near_start = start + weight * (end - start)
     near_end = end - (end - start) * (1.0 - weight)
     return tl.where(weight < 0.5, near_start, near_end)

@@ -89,13 +89,13 @@ HOPPER: dict[tuple[int, int], dict[KernelName, LaunchConfig]] = {
     # do not.
     (3, 9): {"scores": _TALL, "grad_logits": _WIDE},
 }
-"""Launch configurations of Hopper GPUs, by version of Triton and kernel. A version without an entry
-uses the entry of the next older version.
+"""Launch configurations of Hopper GPUs: version of Triton -> kernel -> configuration. A version
+without an entry uses the entry of the next older version.
 """
 
 PORTABLE = LaunchConfig(128, 64, 32, num_warps=8, num_stages=3)
-"""Configuration of all other GPUs. Its tiles are small enough for the registers of GPUs before
-Hopper, and for the 36 KiB of shared memory that every GPU has.
+"""Configuration of all GPUs except Hopper GPUs. Its tiles are small enough for the registers of
+GPUs before Hopper, and for the 36 KiB of shared memory that every GPU has.
 """
 
 FLOAT32 = LaunchConfig(64, 64, 32, num_warps=8, num_stages=2)
@@ -136,7 +136,7 @@ _MASKED = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _grouped_tile(program, num_row_tiles, num_column_tiles, GROUP: tl.constexpr):
-    """Return (row tile, column tile) of a program.
+    """Return which (row tile, column tile) a program computes.
 
     GROUP consecutive row tiles use the same columns, which then stay in the cache.
     """
@@ -464,7 +464,7 @@ def forward(
 
 
 def _set_logits(hidden: Tensor, weight: Tensor, sets: FurtherIds) -> Tensor:
-    """Return the [M] float32 logits of the sets' ids, without temperature."""
+    """Return the [M] float32 logits of the sets' ids, not divided by the temperature."""
     logits = torch.empty(len(sets.ids), dtype=torch.float32, device=hidden.device)
     if len(logits):
         set_logits_kernel[triton.cdiv(len(logits), _IDS_PER_PROGRAM),](
@@ -607,7 +607,7 @@ def _row_factors(rows: LiveRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, *, keep: float) -> None:
-    """Write left @ right + keep * out to the float32 `out`, summed in float32."""
+    """Write left @ right + keep * out into `out`. Both `out` and the sums are float32."""
     if out.is_cuda:
         torch.addmm(out, left, right, out_dtype=torch.float32, beta=keep, out=out)
     else:  # the interpreter's tensors
