@@ -90,7 +90,9 @@ def _fewest(
 def _fill(
     units: Sequence[tuple[float, int, Bin]], num_bins: int, max_tokens: int
 ) -> list[tuple[float, Bin]] | None:
-    """Put each unit (work, tokens, rows), heaviest first, into the lightest possible bin.
+    """Put the units (work, tokens, rows) into bins, the heaviest unit first.
+
+    Each unit goes into the lightest bin that can hold it.
 
     Returns:
         The work and the rows of each bin; None if some unit fits into no bin.

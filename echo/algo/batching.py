@@ -143,16 +143,17 @@ class Segments:
     lengths: tuple[int, ...]
     """Number of tokens of each segment, on the host."""
     prefixes: tuple[RowRuns, ...]
-    """For each segment, the earlier runs of tokens in the row that it continues: a shared prompt,
-    and earlier pieces.
+    """For each segment, the earlier runs of tokens in the row that the segment continues: a shared
+    prompt, and earlier pieces.
     """
     ends: Tensor
     """[n + 1] int32: start of each of the n segments in the row, then L."""
     position_ids: Tensor
     """[1, L] int64: position of each token in its chain."""
     keys: Tensor | None
-    """[K] int64: for one segment after another, the places in the row that the segment attends to:
-    its earlier runs and its own tokens. None if no segment continues earlier tokens.
+    """[K] int64: for each segment in order, the places in the row that the segment attends to.
+    These are the segment's earlier runs and its own tokens. None if no segment continues earlier
+    tokens.
     """
     key_ends: Tensor
     """[n + 1] int32: start of each segment's places in `keys`, then K."""
@@ -562,10 +563,10 @@ class _Layout:
     row: _Row = field(default_factory=_Row)
     starts: list[tuple[int, int]] = field(default_factory=list)
     """For each sample of one chain, the start of its prompt and the start of its completion in the
-    row. Entries of other samples are not used.
+    row. Entries of samples with several chains are not used.
     """
     trees: dict[int, Places] = field(default_factory=dict)
-    """Places of the tokens of each sample of several chains, by the sample's index."""
+    """Index of a sample with several chains -> places of the sample's tokens."""
 
     def add(self, sample: TrainingRow, prompt: int | None = None, width: int = 0) -> None:
         """Append a sample that has one chain.

@@ -261,7 +261,9 @@ MAX_ROLLOUT_LOG_RATIO = 20.0
 
 
 def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the number of rollouts, the sum of their ratios and the sum of squares, float64.
+    """Return the number of rollouts, the sum of their ratios and the sum of the squared ratios.
+
+    The sums are float64.
 
     Args:
         log_ratios: [B, T] log(learner / sampler) of each token, nats.

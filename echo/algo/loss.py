@@ -46,7 +46,7 @@ class LossNeeds:
     """
     batch_scores: bool = False
     """Whether `LossInputs.batch_scores` is needed. This costs a first pass over the batch without
-    gradient: a third more time for passes.
+    gradient, so passes take a third more time.
     """
     proximal_logprobs: bool = False
     """Whether `LossInputs.proximal_logprobs` is needed. If a step makes several updates, this costs
@@ -98,7 +98,7 @@ class LikelyIds:
 
 
 class _SegmentSums(torch.autograd.Function):
-    """Sums of consecutive values by segment, in the same order on every device."""
+    """Sums the consecutive values of each segment, in the same order on every device."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, places: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class LossInputs:
     advantages: Tensor
     """[B] advantage of each rollout."""
     completion_mask: Tensor
-    """[B, T] bool: whether a token is trained. Where False, the values of other tensors are
+    """[B, T] bool: whether a token is trained. Where it is False, the values of other tensors are
     undefined.
     """
     num_tokens: int
@@ -207,7 +207,7 @@ def masked_log_ratio(inputs: LossInputs) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the values of each row where `mask` is True, [B] from [B, T].
+    """Return the mean of each row's values at the places where `mask` is True, [B] from [B, T].
 
     The mean of a row without True in `mask` is 0.
     """

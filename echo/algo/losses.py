@@ -135,7 +135,7 @@ def find_clips(
     clip_high: float | None,
     dual_clip: float | None,
 ) -> dict[str, Tensor]:
-    """Return the clip masks of `clipped_surrogate` by metric."""
+    """Return, by metric, the clip masks that `clipped_surrogate` also returns."""
     low = 0.0 if clip_low is None else 1.0 - clip_low
     high = float("inf") if clip_high is None else 1.0 + clip_high
     is_negative = advantages < 0
@@ -154,7 +154,7 @@ def find_clips(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedTokenLoss:
-    """Base of the losses on clipped token ratios.
+    """Base class of the losses that clip the ratios of tokens.
 
     A fused kernel can compute a token's clipped loss together with its log-probability
     (kernels/logprob.py). If `fused_clip` is set, such a kernel is used, and `from_tokens` takes its
@@ -457,7 +457,7 @@ def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
 
 
 def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, high: float) -> Tensor:
-    """Return the score-centering term C of each token, [B, T], for weights of tokens.
+    """Return the score-centering term C of each token, [B, T], if each token has its own weight.
 
     The weight of a token is its ratio, clipped to low..high. `high` may be infinite.
     """
@@ -473,7 +473,7 @@ def centering_of_tokens(likely: LikelyIds, shape: torch.Size, *, low: float, hig
 
 
 def centering_of_rollouts(likely: LikelyIds, mask: Tensor, weights: Tensor) -> Tensor:
-    """Return the score-centering term C of each token, [B, T], for weights of rollouts.
+    """Return the score-centering term C of each token, [B, T], if each rollout has one weight.
 
     `weights` [B] are used without gradient. A clipped rollout has the weight 0, so its C is 0.
     """
@@ -709,7 +709,7 @@ class M2poLoss:
 
 
 def count_tokens(clips: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return, for each clip by name, the number of trained tokens in clipped rollouts.
+    """Return, by clip name, the number of trained tokens in the rollouts that were clipped.
 
     Each of `clips` is [B] bool, True for a clipped rollout. `mask` is [B, T].
     """
@@ -821,7 +821,7 @@ class OaplLoss:
 
 
 def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
-    """Return log E for each rollout, the log of its group's expectation E.
+    """Return, for each rollout, the log of its group's expectation E.
 
     E = sum_i q_i^2 / sum_i q_i over the group: the mean of the sampler's probabilities q, weighted
     by q. log q_i is the mean log-probability per token of rollout i.
@@ -862,7 +862,7 @@ def group_log_expectation(mean_logprobs: Tensor, group_index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GepoLoss:
-    """The clipped surrogate on group-expectation ratios.
+    """The clipped surrogate on a rollout's ratio to the expectation of its group.
 
     With the advantage A_i of rollout i, and probabilities pi under the learner and mu under the
     sampler:
@@ -892,8 +892,8 @@ class GepoLoss:
     clip_high: float | None = 0.2
     """Width of the range above 1 in which a ratio still has a gradient, >= 0; None for no bound."""
     gate_kl: float | None = None
-    """The gate, in nats per token. Rollouts with a smaller KL have the ratio p_i / q_i. GEPO+ has
-    .002; None for no gate.
+    """The gate, in nats per token. Rollouts whose KL is below the gate have the ratio p_i / q_i.
+    GEPO+ has a gate of .002; None for no gate.
     """
     sampler_kl_coef: float = 0.0
     """c, weight of the KL to the sampler, >= 0. If c > 0, rollouts with an advantage of 0 are

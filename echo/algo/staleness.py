@@ -92,7 +92,7 @@ class StalenessController:
         self._quiet_until = 0
 
     def observe(self, step: int, signals: Signals) -> BoundDecision | None:
-        """Process the signals of a step; return the change of the bound, or None.
+        """Process the signals of a step; return the change of the bound, or None for no change.
 
         Args:
             step: number of finished optimizer steps.
