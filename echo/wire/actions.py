@@ -29,7 +29,7 @@ class Work(Action):
     __slots__ = ()
 
     def run(self) -> str:
-        """Do the work, in any thread; return a description of a failure, or ""."""
+        """Do the work, in any thread; return a description of a failure, or "" on success."""
         raise NotImplementedError
 
 
@@ -43,7 +43,7 @@ class Send(Action):
     peer: str
     frames: Sequence[Frame]
     is_public: bool = False
-    """Whether the frames may be sent over a link without encryption."""
+    """Whether the frames may be sent over an unencrypted link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +124,14 @@ class Routes:
             self._peers[node_id] = peer
 
     def peer_of(self, node_id: str) -> str | None:
-        """Return the link over which a node last sent a message; None if unknown."""
+        """Return the link over which a node last sent a message; None if no link is known."""
         return self._peers.get(node_id)
 
     def forget(self, peer: str) -> None:
         self._peers.discard_value(peer)
 
     def to(self, node_id: str, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to a node; no action without a known link."""
+        """Return the action that sends a message to a node; no action if no link is known."""
         peer = self.peer_of(node_id)
         if peer is None:
             self._counters.add("dropped/no_route")

@@ -253,7 +253,8 @@ BYTES_PER_TOKEN = 4 + 4 + 8 + 1
 BYTES_PER_BRANCH = 4 + 4
 """Size of a branch in bytes: two int32."""
 MAX_ARRAY_BYTES = 60 << 20
-"""Largest size of a group's arrays, in bytes. The group's header needs space in the same message.
+"""Largest size of a group's arrays, in bytes. It leaves space for the group's header in the same
+message.
 """
 
 

@@ -145,7 +145,7 @@ class EncodedVersionOffer(msgspec.Struct, frozen=True, array_like=True):
     base: PolicyVersion | None
     """The version needed to decode the offered version; None for a keyframe."""
     num_bytes: Size
-    """Size of the encoded version in bytes; an estimate until it is completely encoded."""
+    """Size of the encoded version in bytes; an estimate until the version is completely encoded."""
 
 
 class Announce(Message, frozen=True):
@@ -218,8 +218,8 @@ class Waiting(Message, frozen=True):
     """Parent to child: the parent is alive, but lacks the chunk that the child wants."""
 
     version: PolicyVersion | None
-    """The version of the wanted chunk; None if the child waits for any version newer than it has
-    reported.
+    """The version of the wanted chunk; None if the child waits for any version that is newer than
+    the version in its Subscribe.
     """
     form: Form = FULL
     again_s: Seconds = 0.0
@@ -288,11 +288,15 @@ class Welcome(Message, frozen=True):
     assets: Annotated[dict[Word, tuple[Word, FileSize]], Meta(max_length=MAX_NAMES)]
     """File name -> (BLAKE3 in hex, bytes) of the files that a node may request."""
     digests: Names
-    """The hashes of the learner's files; the node's own hashes must be equal."""
+    """The hashes of the learner's files. The hashes of the node's own files must equal these
+    hashes.
+    """
     heartbeat_s: Period
     dead_after_s: Period
     uplink_bytes_per_s: Rate | None = None
-    """The rate of the node's uplink, as reported before the node restarted."""
+    """The rate of the node's uplink that the node reported before its restart; None if it reported
+    none.
+    """
     version_bytes: Size = 0
     """Transfer size of the newest version in bytes; 0 before the first version."""
     time_of_day: TimeOfDay = 0.0
@@ -438,8 +442,8 @@ class NodeStats(Message, frozen=True, tag=False):
     """Ids of nodes that recently sent chunks with wrong hashes to this node."""
     uplink_bytes_per_s: Rate | None = None
     downlink_bytes_per_s: Rate | None = None
-    """`uplink_bytes_per_s` and this field are rates measured by transfers; None before a
-    measurement.
+    """`uplink_bytes_per_s` and this field are rates that were measured during transfers; None
+    before a measurement.
     """
     rtt_s: Seconds | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
@@ -476,10 +480,11 @@ class Heartbeat(Message, frozen=True):
     """Node to learner: the node's state, which replaces the state in earlier heartbeats."""
 
     installed: PolicyVersion | None
-    """The newest version from which the engine samples; for a relay, its newest complete version.
+    """The newest version from which the engine samples. For a relay, the relay's newest complete
+    version.
     """
     capacity: Capacity
-    """Number of groups that the worker can hold, running and waiting; 0 for a relay."""
+    """Number of groups that the worker can hold, including groups that wait; 0 for a relay."""
     leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_LEASES)]
     """The worker's leases, from their grant to the acknowledgement of the delivered group."""
     stats: NodeStats
@@ -537,7 +542,8 @@ class Deliver(Message, frozen=True):
     group_id: GroupId
     attempt: Attempt
     seconds: Seconds = 0.0
-    """Seconds from the start to the end of the group on the worker, including rewards."""
+    """Seconds from the start to the end of the group on the worker, including the time for rewards.
+    """
 
 
 class Partial(Message, frozen=True):
@@ -596,7 +602,8 @@ class Failed(Message, frozen=True):
     reason: Word
     detail: Line
     is_elsewhere: bool = False
-    """Whether another worker could finish the group. If so, the learner grants the group again."""
+    """Whether a different worker could finish the group. If so, the learner grants the group again.
+    """
     traceback: Line = ""
     """The traceback, if the task's code raised an error."""
 

@@ -79,7 +79,7 @@ class SealKeys:
     """The key pair, nonces and channel keys of a process."""
 
     def __init__(self, secret: bytes) -> None:
-        """Derive the key pair from `secret`: random bytes of this process alone."""
+        """Derive the key pair from `secret`, random bytes that only this process has."""
         self._secret, self._num_nonces = secret, 0
         private = blake3(secret, derive_key_context=_PRIVATE).digest()
         self._private = X25519PrivateKey.from_private_bytes(private)
@@ -171,7 +171,7 @@ class Channel:
     def open(
         self, seal: Seal, source: str, target: str, body: _Bytes, payload: Sequence[_Bytes]
     ) -> None:
-        """Verify the seal of a message from the other end, and mark its number as used.
+        """Verify the seal of a message from the other end, and mark the seal's number as used.
 
         Raises:
             ForgedError: if the message was forged or replayed.
@@ -209,8 +209,8 @@ class Seals:
     confirmed: Channel | None = None
     """The channel of the last message opened at this end; None before the first message."""
     offered: Channel | None = None
-    """The channel of a Welcome that is newer than `confirmed`, while no message was opened in it;
-    None otherwise.
+    """The channel of the latest Welcome, while no message of this channel was opened; otherwise
+    None.
     """
 
     @property
