@@ -291,7 +291,9 @@ class ZmqChannel:
         self._read_some_news()
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Return the next message's identity and frames; None if no message remains.
+        """Return the identity of the next message's connection, and the message's frames.
+
+        Return None if no message remains.
 
         If None is returned, the next message wakes the loop.
         """

@@ -54,7 +54,7 @@ _SYSCTLS = Path("/proc/sys/net/ipv4")
 
 
 def read_kernel(sysctls: Path = _SYSCTLS) -> KernelFacts:
-    """Return the kernel's TCP settings. On other systems than Linux, all are None."""
+    """Return the kernel's TCP settings. On systems that are not Linux, all settings are None."""
     available = _read(sysctls / "tcp_available_congestion_control")
     default = _read(sysctls / "tcp_congestion_control")
     return KernelFacts(
@@ -116,7 +116,7 @@ def slow_settings(facts: KernelFacts) -> str | None:
 
 
 def raise_descriptor_limit(wanted: int = WANTED_DESCRIPTORS) -> int:
-    """Raise the limit of open files to `wanted`, if permitted; return the new limit.
+    """Raise the limit of open files to `wanted` if the system permits it; return the new limit.
 
     If `wanted` is not permitted, the limit is raised as far as permitted. Every link takes
     descriptors. The usual soft limit of 1024 is for programs that use `select`. Echo does not use

@@ -77,7 +77,7 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Reserve the port: the kernel then refuses connections and other sockets.
+    """Reserve the port. The kernel then refuses connections to it, and sockets that ask for it.
 
     Raises:
         OSError: if another socket listens on the port already.

@@ -84,8 +84,9 @@ class Received:
     peer: PeerId
     frames: list[Frame]
     is_public: bool = False
-    """Whether the message arrived over a bulk connection, where another machine may have read or
-    made it."""
+    """Whether the message arrived over a bulk connection. A machine that is not the peer may have
+    read or made such a message.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,9 @@ class TransportOptions:
     """Largest size of a message, all frames together. A peer that sends a larger frame is
     disconnected."""
     max_unsent_bytes: int = 64 << 20
-    """Largest number of bytes accepted for a peer and not yet passed to the kernel, overhead
-    included."""
+    """Largest number of bytes, including overhead, that are accepted for a peer and not yet passed
+    to the kernel.
+    """
     max_unread_messages: int = 256
     """Largest number of unread messages of one peer. At this number, the peer's connection is not
     read.
@@ -131,11 +133,11 @@ class TransportOptions:
     connect_timeout_s: float = 10.0
     """Time limit of one attempt to connect, seconds: for TCP and for the handshake separately."""
     min_redial_s: float = 0.1
-    """Pause before the first attempt after a lost connection, seconds. The pause doubles with each
-    further attempt.
+    """Pause before the first attempt to connect again after a lost connection, seconds. The pause
+    doubles with each further attempt.
     """
     max_redial_s: float = 5.0
-    """Longest pause between two attempts, seconds."""
+    """Longest pause between two attempts to connect, seconds."""
     max_strangers: int = 256
     """Largest number of inbound connections that have not sent a message. Above this number, the
     oldest of these connections is closed.
@@ -163,9 +165,9 @@ class TransportStats:
     messages_in: int = 0
     messages_out: int = 0
     bytes_in: int = 0
-    """Payload bytes received, framing not counted."""
+    """Number of received payload bytes, without framing."""
     bytes_out: int = 0
-    """Payload bytes accepted for sending, framing not counted."""
+    """Number of payload bytes that were accepted for sending, without framing."""
     refused_sends: int = 0
     """Number of times that `send` returned False."""
     discarded_messages: int = 0
@@ -179,7 +181,7 @@ class TransportStats:
     connections were open.
     """
     public_messages_in: int = 0
-    """Messages received over bulk connections, which `messages_in` includes."""
+    """Number of messages received over bulk connections. `messages_in` includes them."""
     refused_clients: int = 0
     """Number of connections that use this protocol, but do not know the run's secret."""
 
@@ -241,7 +243,7 @@ class Transport(abc.ABC):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Queue a message for a peer, or drop it; never block.
+        """Queue a message for a peer, or drop the message. This method never blocks.
 
         Frames are not copied, so the caller must never change their memory.
 
@@ -309,13 +311,13 @@ def parse_key(address: str) -> bytes | None:
 
 
 def with_key(address: str, key: bytes) -> str:
-    """Return an address with this public key, in place of any earlier key."""
+    """Return an address with this public key, which replaces any key that the address has."""
     text = base64.urlsafe_b64encode(key).decode().rstrip("=")
     return f"{without_key(address)}#{text}"
 
 
 def without_key(address: str) -> str:
-    """Return an address without its key and the secret that may follow the key."""
+    """Return an address without its key, and without the secret that may follow the key."""
     return address.partition("#")[0]
 
 

@@ -206,7 +206,7 @@ class ZmqTransport(Transport):
         self._listen_address = address if key is None else with_key(address, key)
 
     async def _bind_bulk(self, host: str, wanted: int) -> socket.socket | None:
-        """Return a socket for bulk connections at the port `wanted`, or any free port.
+        """Return a socket for bulk connections at the port `wanted`, or else at any free port.
 
         Return None if no port can be bound.
         """
@@ -371,7 +371,10 @@ class ZmqTransport(Transport):
         return found if isinstance(found, Inbound) else None
 
     def offer_bulk(self, inbound: Inbound) -> None:
-        """Send an inbound peer a token and the bulk port, or 0 if there is no bulk port."""
+        """Send an inbound peer a token and the bulk port.
+
+        The port is 0 if there is no bulk port.
+        """
         if self._admission is None or len(inbound.tokens) >= MAX_CONNECTIONS:
             return
         token = secrets.token_hex(TOKEN_BYTES).encode()
