@@ -99,8 +99,8 @@ class Trimmer:
     def __init__(self) -> None:
         self._is_usable = _glibc() is not None and _RESIDENT.exists()
         self._num_pages = _resident_pages() if self._is_usable else 0
-        """Number of resident pages from which growth is measured: the fewest since memory was last
-        returned.
+        """Smallest number of resident pages since memory was last returned. Growth is measured from
+        this number.
         """
 
     def __call__(self) -> None:

@@ -392,7 +392,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def max_concurrent_rollouts(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """Return how many rollouts of this size fit into memory at once; at least 1.
+        """Return how many rollouts of this size fit into memory at once. The result is at least 1.
 
         Raises:
             EngineError: if memory cannot hold even one rollout. The message has the sizes.
@@ -454,7 +454,7 @@ def is_out_of_memory(what: BaseException | str) -> bool:
 
 
 class Concurrency:
-    """An engine's limit on concurrent rollouts, halved each time memory runs out."""
+    """An engine's limit on concurrent rollouts. The limit is halved each time memory runs out."""
 
     def __init__(self) -> None:
         self.limit: int | None = None

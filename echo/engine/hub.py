@@ -33,7 +33,7 @@ def directory_here(model: ModelSection, *files: str) -> Path | None:
 
 
 def fetch_config(model: ModelSection) -> Path:
-    """Return the directory with a model's config.json, downloaded if missing.
+    """Return the directory with a model's config.json. If the file is missing, download it.
 
     Raises:
         DataError: if the model has no config.json, or the hub cannot be reached.
@@ -51,7 +51,7 @@ def fetch_config(model: ModelSection) -> Path:
 
 
 def download(name: str, revision: str | None, key: str) -> Path:
-    """Return a hub model's cache directory, with missing files downloaded.
+    """Download the missing files of a hub model, and return the model's cache directory.
 
     Raises:
         DataError: if the model cannot be downloaded.

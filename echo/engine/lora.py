@@ -71,8 +71,8 @@ class Lora:
     head.
     """
     num_versions: int = 1
-    """Number of newest versions that training accepts. An engine keeps these versions side by side
-    if memory allows.
+    """Training accepts tokens from this number of newest versions. An engine keeps these versions
+    side by side if memory allows.
     """
 
 

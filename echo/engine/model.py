@@ -111,12 +111,12 @@ def head_widths(layer: Any) -> tuple[int, int]:
 
 
 def reads_images(directory: Path) -> bool:
-    """Return whether the model in a directory reads images or sound besides text."""
+    """Return whether the model in a directory reads images or sound in addition to text."""
     return has_towers(AutoConfig.from_pretrained(directory, trust_remote_code=False))
 
 
 def has_towers(config: Any) -> bool:
-    """Return whether a configuration's model reads images or sound besides text."""
+    """Return whether a configuration's model reads images or sound in addition to text."""
     return config.get_text_config() is not config
 
 
@@ -448,7 +448,7 @@ def check_weight_files(directory: Path, model: Any) -> None:
 
 
 def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
-    """Raise if the files hold additional weights for a layer of the model.
+    """Raise if a layer of the model would ignore weights in the files.
 
     A layer that ignored such weights would compute different values than in the checkpoint's model.
     Weights outside the model's layers, for example of a value head, may stay unused.
@@ -522,7 +522,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def resolve_model(name: str, revision: str | None = None, *, key: str = "model.name") -> Path:
-    """Return the directory of a model, downloaded from the hub if necessary.
+    """Return the directory of a model. If necessary, download the model from the hub.
 
     Args:
         name: a directory, or the id of a model on the hub ("Qwen/Qwen3-0.6B").
@@ -844,7 +844,7 @@ HEAD_DIM = 16
 
 VLLM_HEAD_DIM = 32
 """Width of the tiny model's heads for vLLM: the smallest width that vLLM's attention on CPUs takes.
-The total width of all heads stays the same, so there are half the number of heads.
+The total width of all heads stays the same, so the number of heads is halved.
 """
 
 VOCAB_SIZE = 32

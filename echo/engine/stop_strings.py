@@ -15,7 +15,7 @@ from echo.tasks.tokenization import UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """The stop strings of a call of the engine, at least one."""
+    """The stop strings of a call of the engine. There is at least one."""
 
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str] = field(compare=False)

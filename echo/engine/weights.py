@@ -476,8 +476,8 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 MIN_BLOCK_BYTES = 4 << 10
-"""Blocks with fewer bytes are coded on the host. The header of a coded block may take more bytes
-than the coding saves.
+"""Blocks with fewer bytes than this number are coded on the host, because the header of a coded
+block may take more bytes than the coding saves.
 """
 
 
@@ -550,7 +550,7 @@ class DeviceDelta:
         return sum(self._counts) / num_words if num_words else 0.0
 
     def encode(self, held: memoryview, pool: Executor | None = None) -> Iterator[CodedBlock]:
-        """Yield the coded blocks that make the new image from the old, in order.
+        """Yield, in order, the coded blocks that turn the old image into the new image.
 
         Args:
             held: the old image on the host.
@@ -607,7 +607,7 @@ class DeviceDelta:
         return num_bytes + sum(stop - start for start, stop in whole)
 
     def _find(self, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return the changed words: index in the block (int32), and new minus old value."""
+        """Return two tensors: each changed word's index in the block, and new minus old value."""
         old, new = self._words(piece)
         per_block = self._block_bytes // piece.word_bytes
         differs = old != new
@@ -768,7 +768,7 @@ class _Last:
 
 
 class VersionImages:
-    """Makes the image of each version, one after the other."""
+    """Makes the images of versions, one after the other."""
 
     helpers = ()
     """Processes that map the images and help to code the changes. Only a learner with several ranks
@@ -808,7 +808,7 @@ class VersionImages:
         self._growing: Future[None] | None = None
         self._last: _Last | None = None
         self._spare: Tensor | None = None
-        """Device memory of the image before the last one, reused for the next image."""
+        """Device memory of the image before the last image. The next image reuses this memory."""
         # Host memory of the last version's image and of the image being made.
         self._memory = RecycledMemory(2, image_memory, max_pieces=KEEP_VERSIONS + 1)
 

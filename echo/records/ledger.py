@@ -75,7 +75,8 @@ overwritten in place.
 """
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
-"""Size, in bytes, at which the next group file begins; small, so that files can be deleted early.
+"""Size, in bytes, at which the next group file begins. It is small, so that files can be deleted
+early.
 """
 KEPT_BYTES = 256 << 20
 """Largest total size of the retired group files that are kept. No resume needs these files, but
@@ -116,7 +117,7 @@ class Began(Record, tag="lineage"):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a group's bytes; in JSON an array of its four fields."""
+    """The place of a group's bytes. In JSON, a place is an array of its four fields."""
 
     file: str
     """Name of the group file."""
@@ -136,7 +137,7 @@ class Accepted(Record, tag="accepted"):
     version_tokens: tuple[int, ...]
     """For each of `versions`, the number of trainable tokens when the group was accepted."""
     tokens: int
-    """Number of completion tokens, masked ones included."""
+    """Number of completion tokens, masked tokens included."""
     rewards: tuple[float, ...]
     place: Place
 
@@ -182,7 +183,7 @@ class Checkpointed(Record, tag="checkpoint"):
 
 
 class Finished(Record, tag="finished"):
-    """The run has finished, and all nodes were informed.
+    """The run has finished, and all nodes were informed of the end.
 
     All steps are made, saved and exported.
     """
@@ -225,9 +226,10 @@ class RolledBack(Record, tag="rollback"):
 
 
 class Diverged(Record, tag="diverged"):
-    """The policy or the weights have diverged, which ends the run; its workers are told to leave.
+    """The policy or the weights have diverged.
 
-    A checkpoint may follow. A run that goes on has the record of a new lineage after this one.
+    This ends the run, and its workers are told to leave. A checkpoint may follow. A run that goes
+    on has the record of a new lineage after this one.
     """
 
     step: int
@@ -484,7 +486,7 @@ class Ledger(LedgerQueue):
         self._unended: dict[str, set[int]] = {}
         self._ended_at: dict[int, int] = {}
         self._kept: dict[str, int] = {}
-        """Group files that no resume needs -> bytes, oldest first."""
+        """Retired group files, which no resume needs: path -> bytes, oldest first."""
         self._file: BinaryIO | None = None
         self._is_durable = True
         self._level = ""
@@ -682,7 +684,7 @@ class Ledger(LedgerQueue):
         self._ended_at[group_id] = step
 
     def free_unused(self, *, step: int) -> None:
-        """Retire the group files with no group that was loaded or held after a restart."""
+        """Retire each group file in which no group was loaded or held after a restart."""
         with self._write_lock, _named(self.run_dir):
             for path in sorted(self._group_files()):
                 if path.name not in self._unended and path.name not in self._kept:
@@ -728,7 +730,10 @@ class Ledger(LedgerQueue):
                     self._delete(path)
 
     def _delete(self, path: str) -> None:
-        """Delete the group file at `path`, relative to the run's directory; ignore other paths."""
+        """Delete the group file at `path`, relative to the run's directory.
+
+        Ignore paths of other files.
+        """
         folder, _, name = path.rpartition("/")
         if folder != GROUPS:
             return
@@ -1218,8 +1223,9 @@ class StoredGroup(NamedTuple):
     step: int | None
     """The optimizer step that trained the group; None if no step did."""
     consumed_at: int | None
-    """Number of optimizer steps done before the step that trained the group, for staleness; None if
-    no step trained the group."""
+    """Number of optimizer steps done before the step that trained the group; None if no step
+    trained the group. The staleness is computed from this number.
+    """
     discarded: str
     """The reason why the group was discarded; "" if it was not discarded."""
     removed: Removed | None = None

@@ -77,9 +77,9 @@ def _removable(held: Holdings) -> Iterator[str]:
 
 
 def _freed(groups: dict[str, float], steps: set[int]) -> Iterator[str]:
-    """Remove and yield group files that no resume from a checkpoint of `steps` needs.
+    """Yield the group files that no resume from a checkpoint of `steps` needs.
 
-    If there is no checkpoint, a resume begins at step 0.
+    Remove these files from `groups`. If there is no checkpoint, a resume begins at step 0.
     """
     oldest_step = min(steps, default=0)
     for path in [path for path, step in groups.items() if step <= oldest_step]:

@@ -46,7 +46,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class MetricsHistory:
-    """The rows of metrics.jsonl on the surviving history of the run."""
+    """The rows of metrics.jsonl that belong to the surviving history of the run."""
 
     train: tuple[MetricsRow, ...] = ()
     """Rows of optimizer steps, in order; each has `reward/mean`."""
@@ -67,7 +67,7 @@ class MetricsHistory:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, MetricsRow]]:
-    """Yield (line number from 1, JSON object) for each line of a file.
+    """Yield (line number, JSON object) for each line of a file. The first line has number 1.
 
     An incomplete last line is left out.
 
@@ -248,7 +248,7 @@ class WorkerRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRates:
-    """The rates that a run has measured, for a comparison with a simulation."""
+    """The rates that a run has measured. A simulation is compared with these rates."""
 
     name: str
     num_steps: int
@@ -258,9 +258,9 @@ class RunRates:
     broadcast_s: float
     """Median seconds of a broadcast; 0 if no broadcast was recorded."""
     idle_share: float
-    """Share of the learner's time spent waiting, as recorded."""
+    """Recorded share of time that the learner spent waiting."""
     useful_share: float
-    """Share of the groups whose rewards were not all equal, as recorded."""
+    """Recorded share of the groups whose rewards were not all equal."""
 
 
 def values_of(rows: Sequence[MetricsRow], key: str) -> list[float]:

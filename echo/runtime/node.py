@@ -183,7 +183,7 @@ class Node:
         self.at_release: list[Callable[[], None]] = []
         """Functions that are called when the node has ended, for any reason."""
         self.event_log: EventLog | None = None
-        """Log of everything that the role receives and returns; None for no log."""
+        """Log of everything that the role receives and returns; None if nothing is logged."""
 
     # --- overridden by the nodes of each role ----------------------------------------------------
 
@@ -628,7 +628,7 @@ def make_broadcast(
 
 
 def node_name(role: str, given: str | None) -> str:
-    """Return the given name, or a unique name made of role and host."""
+    """Return the given name. Without one, return a unique name made from the role and the host."""
     if given is not None:
         return given
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"

@@ -198,7 +198,7 @@ class RunWatcher(Protocol):
     """Shows a run to a user, and reads the user's keys."""
 
     keyboard: int | None
-    """File descriptor of the terminal from which keys are read; None without a terminal."""
+    """File descriptor of the terminal from which keys are read; None if there is no terminal."""
 
     @property
     def is_over(self) -> bool:

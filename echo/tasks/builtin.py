@@ -182,7 +182,7 @@ def random_expression(digits: list[str], rng: random.Random) -> str:
 
 
 def evaluate(expression: str) -> tuple[int, list[int]]:
-    """Return the value and the numbers of an expression of whole numbers.
+    """Return an expression's value, and the whole numbers that the expression contains.
 
     Raises:
         ValueError: if the text is not such an expression, or has other operators than + - *.

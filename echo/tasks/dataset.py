@@ -288,7 +288,7 @@ def _has_large_integer(value: Any) -> bool:
 
 
 class DatasetTask(RowsTask):
-    """Takes examples from a dataset's rows, and rewards answers by a function.
+    """Takes examples from a dataset's rows, and computes rewards with a function.
 
     Args:
         path, heldout_path, columns, leave_out, skip_bad, assistant_last: see `RowsTask`.
@@ -331,7 +331,10 @@ class DatasetTask(RowsTask):
         return example
 
     def reward(self, example: Example, completion: str) -> Reward:
-        """Return the function's reward for an answer; awaitable if the function is async."""
+        """Return the function's reward for an answer.
+
+        The result of an async function is awaitable.
+        """
         value: Reward = self._reward.one(example, completion)
         return value
 

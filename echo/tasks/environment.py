@@ -197,7 +197,7 @@ class ToolEnvironment(Environment):
         return ToolState(example)
 
     def reply(self, state: ToolState, text: str) -> list[Message] | None:
-        """Make the tool calls of a turn and return their results; None without calls."""
+        """Make the tool calls of a turn, and return their results; None if there are no calls."""
         state.texts.append(text)
         functions = {function.__name__: function for function in self.functions()}
         results = [
@@ -211,7 +211,7 @@ class ToolEnvironment(Environment):
 
 
 def schema_of(function: Callable[..., object]) -> dict[str, Any]:
-    """Return the JSON schema of a function in the form for chat templates."""
+    """Return the JSON schema of a function in the form that chat templates expect."""
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
     required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]

@@ -1,4 +1,4 @@
-"""Chat messages: the accepted forms, and the form for chat templates.
+"""Chat messages: the forms that Echo accepts, and the form that chat templates expect.
 
 Rows, environments and agents write messages in several forms, but chat templates expect a single
 form. As in inference servers, text parts are joined, and a missing content becomes the empty text.
@@ -59,7 +59,7 @@ def fault_of_messages(messages: Iterable[object]) -> str:
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
-    """Convert a message to the form for chat templates."""
+    """Convert a message to the form that chat templates expect."""
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):

@@ -157,7 +157,7 @@ class RewardSum:
         return [await self._awaited_parts(row) for row in zip(*lists, strict=True)]
 
     def _parts(self, values: Sequence[Value]) -> dict[str, float] | None:
-        """Return each function's weighted value, leaving out functions that returned None.
+        """Return each function's weighted value. Functions that returned None are left out.
 
         If all functions returned None, return None.
         """
@@ -328,13 +328,19 @@ class RewardFunction:
             check_reference(self._built_in, answer_column, example.answer)
 
     def one(self, example: Example, completion: str) -> Any:
-        """Return the function's result for one answer; awaitable if the function is async."""
+        """Return the function's result for one answer.
+
+        The result of an async function is awaitable.
+        """
         return self._call(
             self._arguments(example), {"prompt": example.prompt, "completion": completion}
         )
 
     def all(self, example: Example, completions: Sequence[str]) -> Any:
-        """Return the function's result for all answers; awaitable if the function is async."""
+        """Return the function's result for all answers.
+
+        The result of an async function is awaitable.
+        """
         number = len(completions)
         answers: list[Any] = list(completions)
         if not isinstance(example.prompt, str):

@@ -128,7 +128,7 @@ class Limits:
 
 
 class TaskHost(abc.ABC):
-    """Executes calls of a task's code. Any thread may use it.
+    """Executes calls of a task's code. Any thread may use the host.
 
     The host counts the calls, their milliseconds and their faults, under names that begin with
     `env/`.

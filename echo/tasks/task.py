@@ -68,11 +68,15 @@ class Example:
     info: dict[str, Any] = field(default_factory=dict)
     """Further data for `reward`."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """All columns of the example's row apart from prompt, answer and info; empty without a row."""
+    """All columns of the example's row apart from prompt, answer and info; empty if there is no
+    row.
+    """
     task: str = ""
     """The name of the example's task in a mixture; otherwise empty."""
     source: str = ""
-    """The place of the example's row, for messages: "train.jsonl:12"; empty without a row."""
+    """The place of the example's row, such as "train.jsonl:12", for messages; empty if there is no
+    row.
+    """
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.split not in SPLITS:
@@ -122,7 +126,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def example(self, index: int, *, split: str) -> Example:
-        """Return example `index` of a split, always the same.
+        """Return example `index` of a split. Every call returns the same example.
 
         Args:
             index: a number from 0 up, without a limit. A finite dataset starts again after its last
@@ -180,7 +184,7 @@ class Task(abc.ABC):
         return []
 
     def data_problems(self) -> list[str]:
-        """Return the faults of the datasets that can be found without a download."""
+        """Return the faults that can be found in the datasets without a download."""
         return []
 
     def parts(self) -> list[Task]:

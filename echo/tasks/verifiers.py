@@ -38,7 +38,7 @@ from echo.tasks.messages import Message
 from echo.tasks.task import Example
 
 TESTED = "verifiers 0.2.1"
-"""The release of verifiers whose interface this module uses. Releases 0.3 and 0.4 have another
+"""The release of verifiers whose interface this module uses. Releases 0.3 and 0.4 have a different
 interface.
 """
 
@@ -88,7 +88,10 @@ class VerifiersTask(Environment):
         return len(self._rows[split])
 
     def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Return the schemas of the row's tools. If the row has none, return the environment's."""
+        """Return the schemas of the row's tools.
+
+        A row without tools gets the environment's tools.
+        """
         info = example.info["row"].get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         own = info.get("tool_defs") if isinstance(info, dict) else None

@@ -246,7 +246,7 @@ class StaticBatch:
         return parts
 
     def keep(self, rows: npt.NDArray[np.int64]) -> None:
-        """Keep only the rows of the batch at these indices."""
+        """Keep only the batch's rows with these indices."""
         self._rows, self._seeds, self.lengths = (
             self._rows[rows],
             self._seeds[rows],
@@ -291,7 +291,7 @@ class StaticBatch:
         return uniform_at(self._seeds, step)
 
     def is_barred(self, step: int) -> npt.NDArray[np.bool_] | None:
-        """Return [B] whether each row forbids stop ids as token `step`.
+        """Return, for each row, whether token `step` must not be a stop id, [B].
 
         If no row forbids stop ids, return None.
         """

@@ -107,7 +107,7 @@ class Mailbox:
                     self._do_all()
 
     def empty(self) -> bool:
-        """Run the jobs that have arrived. Return whether there were any."""
+        """Run the jobs that have arrived. Return whether there were any jobs."""
         if not self._jobs:
             return False
         with self._lock:
@@ -234,7 +234,10 @@ class TransformersEngine(Engine):
         self._tensors, self._version = tensors, version
 
     def _roll_back(self, version: PolicyVersion, why: str) -> None:
-        """Install the previous version again, if any. Raise an EngineError if this fails."""
+        """Install the previous version again, if there is one.
+
+        Raise an EngineError if this fails.
+        """
         if self._tensors is None:
             return
         try:

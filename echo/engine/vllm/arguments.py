@@ -176,7 +176,7 @@ def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) ->
 
 
 def _import_remedy(message: str) -> str:
-    """Return the likeliest remedy for an error of importing vLLM."""
+    """Return the likeliest remedy for an error that the import of vLLM raised."""
     stranger = re.search("torchvision|torchaudio|torchcodec", message)
     if stranger:
         return f"{stranger[0]} does not fit this PyTorch: pip uninstall {stranger[0]}"
@@ -411,7 +411,7 @@ def versions_in_memory(lora: Lora, adapter_bytes: int, num_bytes: int) -> int:
 
 
 def _space_of(rank: int) -> int:
-    """Return the smallest `max_lora_rank` that allows `rank`; the largest if none does."""
+    """Return the smallest `max_lora_rank` that allows `rank`, or the largest if none allows it."""
     return next((space for space in MAX_LORA_RANKS if space >= rank), MAX_LORA_RANKS[-1])
 
 

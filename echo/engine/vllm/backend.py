@@ -521,7 +521,7 @@ class InlineBackend(Backend):
             raise EngineDeadError(reason) from error
 
     def _swap(self, weights: HandedOver, key: str, tag: str, clears_cache: bool) -> None:
-        """Install `weights` in the engine's thread, from `HANDED_OVER[key]`."""
+        """Install weights in the engine's thread. vLLM reads them from `HANDED_OVER[key]`."""
         core = self._engine.engine_core.engine_core
         core.pause_scheduler("keep", clears_cache)
         for method, arguments in update_calls(weights, {"key": key}):
@@ -623,7 +623,7 @@ class CrashReason:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Put the file's path into the environment of processes started in the block."""
+        """Put the file's path into the environment of processes that are started in the block."""
         os.environ[VARIABLE] = str(self._path)
         try:
             yield

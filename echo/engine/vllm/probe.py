@@ -64,7 +64,9 @@ ALLOWED = {"float32": (2e-4, 2e-4), "float16": (0.01, 0.03), "bfloat16": (0.05, 
 """vLLM's dtype -> lower and upper bound of the allowed mean difference, nats per token."""
 
 MAX_DRIFT = 1.0
-"""A new prompt is made when the prompt has become less likely by this number of nats per token."""
+"""A new prompt is made when the present prompt has become less likely by this number of nats per
+token.
+"""
 
 SPARED_S = 1.0
 """Each swap is checked in float32 if this check takes at most SPARED_S seconds longer than a check
@@ -133,8 +135,8 @@ class SwapProbe:
         self._prompt_ids: list[int] = []
         """Token ids of the prompt; empty until a version has generated it."""
         self._likelihood = 0.0
-        """Mean log-probability of the prompt's tokens under the weights that made it, nats per
-        token.
+        """Mean log-probability of the prompt's tokens under the weights that generated the prompt,
+        nats per token.
         """
         self._allowed = self._least
         self._is_wide = False
@@ -291,7 +293,10 @@ class SwapProbe:
 
 
 class _Float32(TorchFunctionMode):
-    """Computes in float32 with 16-bit weights, widened for one operation at a time."""
+    """Computes in float32 with 16-bit weights.
+
+    Each operation widens only the weights that it uses.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

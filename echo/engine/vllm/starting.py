@@ -21,7 +21,7 @@ from echo.engine.vllm.plugin import ENTRY_POINT, PLUGIN_GROUP
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 600.0
-"""Longest wait for another vLLM's start on the same GPU, seconds."""
+"""Longest wait, in seconds, until another vLLM on the same GPU has started."""
 
 POLL_S = 0.1
 """Seconds between two attempts to take the lock of a GPU."""

@@ -31,8 +31,8 @@ class SupportLogprobs(FlatLogprobs):
     def __init__(self) -> None:
         super().__init__()
         self.supports: list[npt.NDArray[np.int32] | None] = []
-        """The ids that each token could have been drawn from; None if all ids in its row could
-        have been drawn.
+        """For each token, the ids that could have been drawn; None if all ids in the token's row
+        could have been drawn.
         """
 
     def append_fast(
@@ -50,7 +50,7 @@ class SupportLogprobs(FlatLogprobs):
 
 
 def collect_supports() -> None:
-    """Replace a function of vLLM, so that `flat_logprobs` requests record supports.
+    """Replace a function of vLLM, so that vLLM collects supports if `flat_logprobs` is set.
 
     This changes vLLM's front end in the present process.
     """

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP endpoint for agents; runs in the node's event loop.
+"""The OpenAI-compatible HTTP endpoint for agents, which runs in the node's event loop.
 
     GET  /health                         no token needed
     GET  /v1/models

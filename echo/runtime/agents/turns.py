@@ -1,4 +1,4 @@
-"""Calls of a session, and the tree of their tokens that becomes a rollout.
+"""Calls of a session, and the tree of their tokens, which becomes a rollout.
 
 A call continues an earlier call's chain if its context begins with that call's context and
 completion. Any other call begins a chain, for example after the agent has rewritten its history.

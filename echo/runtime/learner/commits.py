@@ -1,4 +1,4 @@
-"""Commit before send: a message waits until its records are committed to the ledger.
+"""Commit before send: messages wait until the records of their batch are in the ledger.
 
 If a batch of actions appends records to the ledger, the other actions of the batch are held until
 these records are committed. A commit runs in the disk's thread, and includes all records appended

@@ -82,7 +82,7 @@ class HeldoutGroups:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups, which equals the number of answers."""
+        """Number of groups, which is also the number of answers to collect."""
         return len(self._places)
 
     @property
@@ -158,7 +158,7 @@ class EvaluationNode(Node):
         super().__init__(role, transport, threads=threads, log=log)
         self.role: Learner = role
         self.engines: set[str] = set()
-        """Kind and data type of each engine that has answered."""
+        """Kind and data type of each engine that has sampled an answer."""
         self._groups, self._publisher, self._weights = groups, publisher, weights
         self._host, self._text, self._codec = host, text, codec
         self._scoring = self.threads.pool("reward", MAX_BLOCKING)

@@ -30,7 +30,7 @@ from echo.weights.schedule import PublishPace
 Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 
 MIN_TRAINED_SHARE = 0.5
-"""If a smaller share of agents' tokens is trained on, a warning is logged once."""
+"""If less than this share of the agents' tokens is trained on, a warning is logged once."""
 SAVE_S = 30.0
 """Seconds between two writes of the status to the disk."""
 REFRESH_S = 0.25
@@ -60,7 +60,7 @@ class Follower(Protocol):
         """Draw the status of the run on the display."""
 
     def save(self, status: RunStatus) -> None:
-        """Write the status to the disk; called in a thread.
+        """Write the status to the disk. Called in a thread.
 
         Viewers read this file if the learner does not answer.
         """

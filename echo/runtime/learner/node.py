@@ -137,7 +137,7 @@ class OpenedRun:
     disk_limit: DiskLimit | None = None
     """Keeps the run's directory below its size limit; None in a simulation."""
     samples: SampleLog | None = None
-    """Writes sample rollouts of steps and evaluations as text; None if switched off."""
+    """Writes sample rollouts of steps and evaluations as text; None if no samples are written."""
     is_recomputing: bool = False
     """Whether the trainer recomputes activations although they would fit into memory."""
     prompts: PromptsAhead | None = None

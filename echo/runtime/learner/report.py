@@ -176,7 +176,8 @@ class Progress:
         self._num_failed = 0
         self._cause = ""
         self.newest_sampled: PolicyVersion | None = None
-        """The newest version that sampled a token of a stored group; None without such a group."""
+        """The newest version that sampled a token of a stored group; None if no group was stored.
+        """
         self.activity = "starting"
         """The learner's present activity; empty while it waits for groups."""
         self.on_turn: Callable[[str, float], None] = lambda activity, now: None
@@ -185,7 +186,9 @@ class Progress:
         self.useless_reasons: Counter[str] = Counter()
         """Number of delivered or failed groups that are not trained on, by reason."""
         self._waits: deque[tuple[float, float]] = deque()
-        """(start, end) of the last waits for groups, about one per step; loop's time."""
+        """(start, end) of the last waits for groups, by the loop's clock. There is about one wait
+        per step.
+        """
         self._waiting_since: float | None = None
         self._all_waits_s = 0.0
 
@@ -576,7 +579,7 @@ class WorkerQuality:
     def trained(
         self, groups: Sequence[Group], by_group: Mapping[int, Mismatch], *, step: int
     ) -> list[Sampled]:
-        """Record the groups of a step. Return a sample for each group with a mismatch.
+        """Record the groups of a step. Return a sample for each group whose mismatch was measured.
 
         A sample has the worker's id, the mean staleness and the mean mismatch KL.
 
@@ -599,7 +602,7 @@ class WorkerQuality:
         return samples
 
     def of(self, worker_id: str) -> dict[str, float]:
-        """Return a worker's statistics by name; empty without a trained group."""
+        """Return a worker's statistics by name; empty if none of its groups was trained."""
         made = self._made.get(worker_id)
         if not made:
             return {}

@@ -341,7 +341,7 @@ def build_trainer(
 
 
 def follow_leader(config: Config, rank_group: RankGroup, log: logging.Logger) -> None:
-    """Run a learner's process with rank above 0 until rank 0 ends the run.
+    """Run a learner's process whose rank is above 0, until rank 0 ends the run.
 
     Raises:
         RankError: if this process fails, or loses its connection to the other processes.
@@ -554,7 +554,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
 
 
 def initial_model(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource:
-    """Return the source of a run's initial weights. A new adapter has no tensors yet."""
+    """Return the source of a run's initial weights. The source of a new adapter has no tensors."""
     given = config.learner.init_from
     adapter = initial_adapter(config.lora, given)
     return ModelSource(
@@ -1077,7 +1077,7 @@ def heldout_prompts(
 
 
 def spread_settings(config: Config, num_answers: int) -> Config:
-    """Return the settings of an evaluation by workers, where each answer is a group of one rollout.
+    """Return the settings of an evaluation by workers. Each answer is a group of one rollout.
 
     All groups form one batch. An interrupted rollout is not continued by another worker, because
     its seed would change.

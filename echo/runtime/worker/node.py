@@ -392,7 +392,10 @@ class WorkerNode(DialingNode):
         self.report(EngineBuilt(parts.facts, parts.digests))
 
     def before_expire(self) -> None:
-        """Add the counts of the task and the engine to the role's counters for a heartbeat."""
+        """Add the counts of the task and the engine to the role's counters.
+
+        The next heartbeat reports these counters.
+        """
         super().before_expire()
         if self._parts is None:
             return
@@ -539,7 +542,7 @@ class WorkerNode(DialingNode):
                 self.report(GroupScored(group, rewards))
 
     def _score_all(self, group: PartialGroup) -> list[float]:
-        """Return one reward per completion; blocks.
+        """Return one reward per completion. The call blocks.
 
         If the node ends or the group is no longer wanted, the result is shorter.
         """

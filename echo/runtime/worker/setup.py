@@ -226,7 +226,7 @@ def own_model(config: Config) -> Path | None:
 
 
 def worker_lora(config: Config, settings: Mapping[str, Any]) -> Lora | None:
-    """Return the shape and the base model of a worker's adapter; None without an adapter.
+    """Return the shape and the base model of a worker's adapter; None if it has no adapter.
 
     Raises:
         ConfigError: if no base model on this machine has the learner's hash.

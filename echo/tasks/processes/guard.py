@@ -56,7 +56,7 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 
 
 def _watch(node: int, task: int) -> None:
-    """Wait for the end of the task's process, and exit with the same code or signal.
+    """Wait for the end of the task's process, and exit with its code or signal.
 
     The task's process is killed if the node has died or has sent SIGTERM. When the task's process
     has ended, all remaining children of this process are killed.

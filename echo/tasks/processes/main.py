@@ -97,7 +97,7 @@ class CallFault(msgspec.Struct, frozen=True):
     reason: str
     text: str
     is_transient: bool = False
-    """Whether the same call may succeed if repeated."""
+    """Whether the call may succeed if it is repeated."""
     traceback: str = ""
 
 

@@ -327,7 +327,7 @@ def _batch_rows(path: Path, batches: Any, names: Sequence[str]) -> Rows:
 
 
 def _to_json(value: Any, column: str, source: str) -> Any:
-    """Return a value converted to JSON's types, as in a lease.
+    """Return a value converted to JSON's types, because a lease contains only these types.
 
     Null fields of objects are dropped. In a typed table every object has the fields of all objects
     in the column.

@@ -321,7 +321,7 @@ class PromptSource:
             raise DataError(f"{example}: {error}") from error
 
     def make(self, group_id: int) -> Prompt:
-        """Make and return the prompt of a group; blocks while the task's code runs.
+        """Make and return the prompt of a group. The call blocks while the task's code runs.
 
         Raises:
             DataError: if the example is missing, or cannot be tokenized or sent to a worker. The

@@ -35,7 +35,7 @@ class LearnerRewards:
         return dict(self._counts)
 
     def score(self, group: Group) -> list[float]:
-        """Return one reward per rollout of the group, in the same order; blocks.
+        """Return one reward per rollout of the group, in the same order. The call blocks.
 
         Raises:
             RewardError: if the task's code fails.

@@ -61,7 +61,7 @@ class ActivationSettings:
     max_completion_tokens: int
     margin: float
     budget_per_h: float
-    """Largest cost of workers and traffic, $ per hour; infinite without a limit."""
+    """Largest cost of workers and traffic, $ per hour; infinite if there is no limit."""
     min_dwell_s: float = MIN_DWELL_S
     upload_bytes_per_token: float = BYTES_PER_TOKEN
 
@@ -302,7 +302,7 @@ class Activation:
         *,
         now: float,
     ) -> tuple[list[Action], ActivationDecision | None]:
-        """Return the actions that carry out an answer, and the decision.
+        """Return the actions that carry out an answer, and a description of the decision.
 
         If nothing changes, there are no actions and the decision is None. Only members that were
         part of the question are changed.

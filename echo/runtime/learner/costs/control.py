@@ -33,7 +33,9 @@ from echo.wire.codec import BYTES_PER_TOKEN
 METER_S = 1.0
 """Seconds between two updates of the costs. An update may ask which workers shall be active."""
 POLLS_PER_S = 10_000
-"""Largest number of worker measurements per second; a large fleet is measured less often."""
+"""Largest number of worker measurements per second. Because of this limit, each worker of a large
+fleet is measured less often than in a small fleet.
+"""
 
 
 class CostControl:

@@ -121,7 +121,7 @@ class CostMeter:
         return {node: cost for node, cost in costs.items() if cost}
 
     def _take(self, members: Iterable[Member]) -> float:
-        """Record each member's machine. Return the $ for traffic since the last call."""
+        """Record each member's machine. Return the cost of traffic since the last call, in $."""
         cost = 0.0
         for member in members:
             machine = self._machines.get(member.node_id)
@@ -157,7 +157,7 @@ class CostMeter:
 
 
 def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return the $ that a run had cost before a resume, from its ledger.
+    """Return what a run had cost before a resume, in $, as computed from its ledger.
 
     While the learner was away, machines were still billed for an unknown time. At most
     LOST_COUNTS_FOR_S of this time is counted. `now` is Unix time, seconds.

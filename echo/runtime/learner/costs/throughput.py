@@ -24,7 +24,10 @@ MIN_REPORTS = 3
 
 
 class Throughput:
-    """Estimates a worker's tokens per loaded second; older measurements weigh less."""
+    """Estimates a worker's tokens per loaded second.
+
+    Newer measurements weigh more than older ones.
+    """
 
     def __init__(self, *, tokens_sampled: int | None, now: float) -> None:
         """Start without an estimate.

@@ -83,7 +83,9 @@ class Checkpoints:
             now: the loop's time, seconds.
         """
         self.saved_step: int | None = None
-        """Step of the last checkpoint written or resumed from; None without a checkpoint."""
+        """Step of the last checkpoint that was written or from which the run resumed; None if there
+        is none.
+        """
         self._directory = directory
         self._run_id = run_id
         self._interval_steps = interval_steps
@@ -156,10 +158,10 @@ class Checkpoints:
         self._scores[step] = None
 
     def score(self, step: int, score: float | None) -> bool:
-        """Record the held-out score of a step; return whether its checkpoint is now the best.
+        """Record the held-out score of a step.
 
-        `score` is None if the evaluation gave no score. The checkpoint may be written after this
-        call.
+        Return whether the step's checkpoint is now the best. `score` is None if the evaluation gave
+        no score. The checkpoint may be written after this call.
 
         Raises:
             StorageError: if the file `best` cannot be written.
@@ -292,7 +294,7 @@ class Checkpoints:
             raise StorageError(f"cannot write {pointer}: {error}") from error
 
     def find_whole(self) -> FoundCheckpoint | None:
-        """Return the newest undamaged checkpoint; None without checkpoints.
+        """Return the newest undamaged checkpoint; None if there is no checkpoint.
 
         Checkpoints newer than the one that `latest` names are ignored.
 

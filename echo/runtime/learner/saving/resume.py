@@ -211,7 +211,7 @@ class SavedRun:
                 start.num_too_old_tokens += group.num_trained if fault == "stale" else 0
 
     def enter(self, start: StartingPoint) -> None:
-        """Write a starting point to the ledger once the run can begin.
+        """Write a starting point to the ledger. Call this when the run can begin.
 
         Groups in `start.ends` are ended. Checkpoints after the starting point are deleted.
 

@@ -61,7 +61,7 @@ It differs from SEED_STRIDE, the difference between the seeds of an episode's tu
 
 
 MAX_SEED = 1 << 62
-"""Seeds are below this number, like the seeds of leases."""
+"""Every seed is below this number. The same is true of the seeds of leases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +274,10 @@ class Evaluator:
         tensors: Weights,
         watcher: Watcher = UNWATCHED,
     ) -> EvalResult | None:
-        """Return the scores of a version, or None if the watcher stopped the call; blocks."""
+        """Return the scores of a version, or None if the watcher stopped the call.
+
+        The call blocks.
+        """
         try:
             return self._evaluate(version, tensors, watcher)
         finally:
@@ -410,7 +413,7 @@ class Evaluations:
         self._watcher = _StopWhen(should_stop)
         self._log = log
         self._evaluated_step: int | None = None
-        """Step of the last version whose evaluation was begun; None before the first."""
+        """Step of the last version whose evaluation was begun; None before the first evaluation."""
         self._task: asyncio.Task[None] | None = None
 
     def published(self, publication: Publication) -> bool:
@@ -428,7 +431,7 @@ class Evaluations:
         return True
 
     async def finish(self, last: Publication) -> None:
-        """Finish the running evaluation. Then evaluate the last version if needed."""
+        """Finish the running evaluation. Evaluate the last version if this has not been done."""
         if self._task is not None:
             await self._task
         if self._evaluated_step != last.manifest.version.step:

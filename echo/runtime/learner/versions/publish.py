@@ -130,7 +130,7 @@ def make_images(
     fits_on_gpu: bool = True,
     copy_stream: CopyStream | None = None,
 ) -> VersionImages:
-    """Return the maker of a run's images.
+    """Return the object that makes a run's images (the maker).
 
     If the GPU has space (`fits_on_gpu`) and the run uses deltas, the maker keeps the last image on
     the GPU and finds the changed words there. Tensors are published in `dtype`. Tensors named in
@@ -246,7 +246,8 @@ _log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 """Image bytes of one segment. One core encodes a segment in about twenty milliseconds."""
 DELTA_CHUNK_BYTES = 256 << 10
-"""Bytes of a chunk of a delta. Small chunks pass faster through a chain of nodes."""
+"""Bytes of a chunk of a delta. Small chunks pass through a chain of nodes faster than large chunks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +297,7 @@ class Coder:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def seal(self, publication: Publication) -> Publication:
-        """Hash a version's image, and return the signed version; blocks."""
+        """Hash a version's image, and return the signed version. The call blocks."""
         if publication.signed is not None:
             return publication
         key, made, image = self._draw_key(), publication.manifest, memoryview(publication.image)

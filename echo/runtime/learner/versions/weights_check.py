@@ -58,7 +58,7 @@ class WeightsCheck:
         return is_suspect
 
     async def examine(self, published: Publication) -> str:
-        """Search the published version for NaN. Return the error text; "" without NaN.
+        """Search the published version for NaN. Return the error text; "" if there is no NaN.
 
         A version is examined only once. Later calls return "".
         """
