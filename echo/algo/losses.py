@@ -56,7 +56,7 @@ from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 
 MIN_LOG_RATIO = -20.0
 MAX_KL_LOG_RATIO = 5.0
-"""Upper bound on log r in k3, which limits k3 of one token to 142 nats. Without a bound, k3 reached
+"""Upper bound on log r in k3. It limits k3 of one token to 142 nats. Without a bound, k3 reached
 3e6 in a run published with GEPO.
 """
 

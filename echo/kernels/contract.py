@@ -43,8 +43,8 @@ class PolicyTerms:
     coefficients: Tensor
     """d loss / d log-probability of each token; exactly 0 where a clip is active."""
     ratios: Tensor
-    """Probability under the learner divided by probability under the sampler, from the bounded log
-    ratio.
+    """Probability under the learner divided by probability under the sampler, computed from the
+    bounded log ratio.
     """
 
 
@@ -235,7 +235,7 @@ def host_waits(tensor: Tensor) -> bool:
 
 
 def is_describable(matrix: Tensor) -> bool:
-    """Return whether a tensor descriptor (TMA) can read the matrix without a copy."""
+    """Return whether a tensor descriptor (TMA) can read the matrix directly."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 

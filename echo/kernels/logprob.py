@@ -329,7 +329,7 @@ class IdSets:
     within: Tensor
     """[S] int64: the row of each set, 0..N-1."""
     beyond: Tensor
-    """[N - S] int64: the rows without a set, scored on the whole vocabulary."""
+    """[N - S] int64: the rows that have no set. They are scored on the whole vocabulary."""
 
 
 def linear_set_logprob(

@@ -23,8 +23,9 @@ from echo.net.channel import Socket
 from echo.net.transport import PeerId, TransportOptions
 
 MAX_STRANGER_BYTES = 256
-"""Largest frame, in bytes, that a connection without a token may send; frames of a handshake are
-shorter."""
+"""Largest frame, in bytes, that a connection without a token may send. All frames of a handshake
+are shorter.
+"""
 MAX_GUEST_BYTES = 256 << 10
 """Largest number of bytes of a guest's unfinished message. If guests are admitted, this limit also
 holds for the first message of every connection, a short Greet.

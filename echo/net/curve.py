@@ -68,7 +68,7 @@ class CurveKeys:
     """Public key of a kind of guest -> name of the kind; empty if this process is not the learner.
     """
     known: Mapping[str, bytes] = field(default_factory=dict)
-    """Server keys by address; used for addresses that are written without a key."""
+    """Address -> server key, for addresses that are written without a key."""
 
     @classmethod
     def of_learner(

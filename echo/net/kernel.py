@@ -101,7 +101,7 @@ def most_sockets(facts: KernelFacts) -> int:
 
 
 def slow_settings(facts: KernelFacts) -> str | None:
-    """Return a message about settings that make long links slow, or None."""
+    """Return a message about settings that make long links slow; None if there are none."""
     sizes = {"tcp_wmem": facts.max_send_buffer_bytes, "tcp_rmem": facts.max_receive_buffer_bytes}
     faults = [
         f"net.ipv4.{name} allows {size} bytes"

@@ -91,7 +91,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class DialFailed:
-    """An attempt to connect to a dialled peer has failed; another attempt follows."""
+    """An attempt to connect to a dialled peer has failed. The transport will try again."""
 
     peer: PeerId
     reason: str
@@ -127,9 +127,10 @@ class TransportOptions:
     heartbeat_s: float = 2.0
     """Seconds between two probes on an idle connection."""
     dead_after_s: float = 10.0
-    """Seconds without an answer to a probe after which a connection counts as dead.
+    """If a probe is not answered for this number of seconds, the connection counts as dead.
 
-    This time must exceed the time that the largest message takes on the slowest link."""
+    This time must exceed the time that the largest message takes on the slowest link.
+    """
     connect_timeout_s: float = 10.0
     """Time limit of one attempt to connect, seconds: for TCP and for the handshake separately."""
     min_redial_s: float = 0.1

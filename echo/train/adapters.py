@@ -40,7 +40,7 @@ class TrainingProgress:
 
 
 class Adapters:
-    """The adapters of a trainer, by name; one adapter is in the model."""
+    """The named adapters of a trainer. One adapter is in the model, and all others are stored."""
 
     def __init__(
         self,

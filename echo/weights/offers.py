@@ -53,7 +53,7 @@ class Offers:
         return item in self._sizes
 
     def num_bytes(self, item: ItemId) -> int:
-        """Return the size of an item in bytes, as announced; 0 for an unknown item."""
+        """Return the size in bytes that the parent announced for an item; 0 for an unknown item."""
         return self._sizes.get(item, 0)
 
     def is_refused(self, item: ItemId) -> bool:

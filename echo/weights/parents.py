@@ -73,8 +73,9 @@ class Parents:
         self.learner_address = ""
         """The learner's address in the last plan that names one; empty before such a plan."""
         self.control: Connection | None = None
-        """The control connection. If a plan names the node at the other end without an address, the
-        address of this connection is used."""
+        """The control connection. If a plan names the node at its other end but no address, the
+        address of this connection is used.
+        """
         self.quarantined: dict[str, float] = {}
         """Node id -> time at which the node's quarantine began."""
         self.current: Connection | None = None
@@ -259,7 +260,7 @@ class Parents:
         return False
 
     def parent_failed(self, failure: ParentFailed, *, now: float) -> list[Action]:
-        """Leave a failed parent, and choose another parent."""
+        """Leave a failed parent; use the spare parent or dial the plan's next parent."""
         connection = next((each for each in self.connections if each.peer == failure.peer), None)
         if connection is None:
             return []
@@ -349,7 +350,10 @@ class Parents:
         return first
 
     def expire(self, *, now: float) -> list[Action]:
-        """Leave parents that do not answer. If due, dial a parent or replace the spare parent."""
+        """Leave parents that do not answer.
+
+        If it is due, also dial a parent or replace the spare parent.
+        """
         actions: list[Action] = []
         for connection in self.connections:
             is_late = not connection.node_id and now >= connection.dialled_at + CONNECT_TIMEOUT_S

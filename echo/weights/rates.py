@@ -158,7 +158,7 @@ class UplinkEstimate(RateEstimate):
         self._share, self._shared_at = share, now
 
     def show(self, bytes_per_s: float) -> None:
-        """Raise the estimate to a rate that a probe or another measurement has shown."""
+        """Raise the estimate to a rate that was measured, for example by a probe."""
         self._rate = bytes_per_s if self._rate is None else max(self._rate, bytes_per_s)
 
     def _least_s(self, num_chunks: int) -> float:
@@ -275,5 +275,5 @@ class UplinkProbe:
 
 
 def acknowledge(peer: str, *, source: str) -> list[Action]:
-    """Return the action that acknowledges another node's probe."""
+    """Return the action that acknowledges a probe that `peer` has sent."""
     return [Send(peer, encode(ProbeAck(), source=source))]

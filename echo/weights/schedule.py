@@ -201,9 +201,9 @@ The present path is the last keyframe and all later deltas.
 MAX_STEPS = 16
 """Largest number of encoded versions on the path to the newest version."""
 DELTA_SHARE = 0.8
-"""Largest size of a delta, as a share of the size of the smallest form without a base."""
+"""Largest size of a delta, as a share of the size of the smallest form that needs no base."""
 RETRY_AFTER = 8
-"""Number of versions without a delta after which a delta is tried again."""
+"""A delta is tried again after this number of versions without a delta."""
 KEYFRAME_SHARE = 2 / 3
 """Assumed ratio of keyframe bytes to image bytes before the first measurement.
 

@@ -36,7 +36,7 @@ class Watchdog:
         """The longest time, in seconds, from `_since` to the next new chunk."""
 
     def lives(self, *, now: float) -> None:
-        """Record that the parent has sent a message, perhaps without a new chunk."""
+        """Record that the parent has sent a message, which may contain no new chunk."""
         self._link.lives(now=now)
         self._since = now if self._since is None else self._since
 

@@ -244,7 +244,7 @@ class GroupHeader(msgspec.Struct, frozen=True):
     branches.
     """
     reward_parts: Annotated[tuple[RewardParts, ...], Meta(max_length=MAX_MEMBERS)] = ()
-    """For each rollout, the parts of its reward by name; empty if no reward has parts."""
+    """For each rollout: name -> part of the reward; empty if no reward has parts."""
 
 
 _header_decoder = msgspec.msgpack.Decoder(GroupHeader)

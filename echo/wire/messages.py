@@ -300,7 +300,7 @@ class Welcome(Message, frozen=True):
     version_bytes: Size = 0
     """Transfer size of the newest version in bytes; 0 before the first version."""
     time_of_day: TimeOfDay = 0.0
-    """The learner's time of day, seconds since 1970; 0 if unknown."""
+    """The learner's time of day, seconds since 1970; 0 if the time is unknown."""
     answers: Key = b""
     """The hash of the Hello that this message answers."""
     seal_key: Key = b""
@@ -437,7 +437,7 @@ class NodeStats(Message, frozen=True, tag=False):
     bytes_sent: Count = 0
     """Number of weight bytes sent to children since the process started."""
     parent: Line = "-"
-    """Node id of the present parent; "-" without a parent."""
+    """Node id of the present parent; "-" if the node has no parent."""
     suspects: Annotated[tuple[NodeId, ...], Meta(max_length=MAX_NODES)] = ()
     """Ids of nodes that recently sent chunks with wrong hashes to this node."""
     uplink_bytes_per_s: Rate | None = None
@@ -457,13 +457,15 @@ class NodeStats(Message, frozen=True, tag=False):
     refusal: Line = ""
     """Why the engine refused `refused_version`."""
     partials: Counts = msgspec.field(default_factory=dict)
-    """Counters of unfinished rollouts since the process started, by name."""
+    """Name -> counter of unfinished rollouts since the process started."""
     num_places: Capacity = 0
     """Number of groups that a worker samples at the same time. Its other groups wait meanwhile. 0
     if no group waits.
     """
     num_fit: Capacity = 0
-    """Number of groups that fit into a worker's memory at the same time; 0 if unknown."""
+    """Number of groups that fit into a worker's memory at the same time; 0 if the number is
+    unknown.
+    """
     gain: Ratio | None = None
     """Ratio of a worker engine's tokens per second with many rollouts to those with few; None
     before a measurement.

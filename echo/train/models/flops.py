@@ -168,7 +168,7 @@ device's name counts.
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak operations per second in a device's data sheet; None if unknown."""
+    """Return a device's peak operations per second; None if `PEAKS` lacks the device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -113,7 +113,7 @@ NO_ROW = TrainingRow(
     ),
     advantage=0.0,
 )
-"""The row that a rank without a micro-batch puts through the model, while other ranks compute."""
+"""The row that a rank puts through the model if it has no micro-batch while other ranks compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -49,8 +49,8 @@ class RowPlan:
     shares_tokens: bool
     """Whether rollouts of one prompt, and chains of one rollout, share tokens in a packed row."""
     cost: float
-    """Cost of the plan in operations, including CALL_FLOPS for each call of attention, summed over
-    the ranks.
+    """Cost of the plan in operations, summed over the ranks. CALL_FLOPS is added for each call of
+    attention.
     """
 
 

@@ -46,7 +46,7 @@ class BatchFindings:
     """Sums over the tokens of a batch. All ranks have the same sums."""
 
     sums: Sums
-    """Sums over trained tokens, by metric (findings.py); the loss as "loss/policy"."""
+    """Metric -> sum over trained tokens (findings.py). The metric of the loss is "loss/policy"."""
     by_group: Mapping[int, Mismatch]
     """Group id -> mismatch between the worker's and the learner's log-probabilities."""
 

@@ -67,7 +67,10 @@ class TokenScores:
 
     @torch.no_grad()
     def of_reference(self, micro: MicroBatch) -> Tensor | None:
-        """Return [B, T] reference log-probabilities, 0 where masked; None without a reference."""
+        """Return [B, T] log-probabilities under the reference, 0 where masked.
+
+        Return None if there is no reference.
+        """
         if self._models.reference is None:
             return None
         logprobs, _ = self._models.reference.logprobs(

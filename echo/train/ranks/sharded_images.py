@@ -406,7 +406,7 @@ class LocalRank:
         return self._numbers.get(address_of(image), 0)
 
     def _ask(self, asked: AskedBlocks | AskedHashes) -> bytes | None:
-        """Send a request to the rank; return the answer, or None on failure."""
+        """Send a request to the rank; return the answer, or None if the rank has failed."""
         if not asked.image or self._coding.closed:
             return None
         try:

@@ -45,8 +45,8 @@ from echo.core.errors import EngineError
 from echo.train.step import StepError
 
 COLLECTIVE_S = 600.0
-"""Longest wait of a rank for another rank within a command, in seconds; far longer than a
-micro-batch takes.
+"""Longest time, in seconds, that a rank waits for another rank within a command. It is far longer
+than a micro-batch takes.
 """
 
 # --- exchange between ranks -----------------------------------------------------------------------

@@ -60,8 +60,8 @@ class Site:
     None if unknown: the node receives as fast as its parent can send (`weights/rates.py`).
     """
     region: str = ""
-    """Name of the node's region; empty if unknown. Links of an unknown region never count as links
-    between regions.
+    """Name of the node's region; empty if unknown. Links to or from an unknown region never count
+    as links between regions.
     """
     price_per_gb: float = 0.0
     """Price of 1e9 bytes that leave the node's region."""
