@@ -203,7 +203,7 @@ def explaining(directory: Path) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Return transformers' error in one line, with the remedy if known."""
+    """Return transformers' error in one line, with the remedy if it is known."""
     text = " ".join(str(error).partition("\n\n")[0].split())
     if "attention implementation" not in text:
         is_sentence = isinstance(error, OSError | ValueError | ImportError | StrictDataclassError)
@@ -613,7 +613,7 @@ def make_sampling(
 def model_digests(
     section: ModelSection, model_dir: Path, chat_template: str | None
 ) -> dict[str, str]:
-    """Return hashes of model, tokenizer and template by name.
+    """Return the hashes of the model, the tokenizer and the chat template, by name.
 
     The learner's and the worker's hashes must be equal.
     """

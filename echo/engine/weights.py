@@ -92,7 +92,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def publish_image(
     state: Mapping[str, Tensor], dtype: str
 ) -> tuple[tuple[TensorSpec, ...], bytearray]:
-    """Write a state dict into a new byte image. Arguments as for `lay_out`.
+    """Write a state dict into a new byte image. The arguments are those of `lay_out`.
 
     Returns:
         The place of each tensor in the image, sorted by name, and the image's bytes.

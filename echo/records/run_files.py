@@ -58,7 +58,7 @@ class MetricsHistory:
     times: tuple[float, ...] = ()
     """Unix seconds of all rows, in the order in which they were written."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """The counts of the last row of each lineage (`count/*`), summed over the lineages."""
+    """For each count (`count/*`), the sum of its last values in all lineages."""
 
     @property
     def evals_are_rates(self) -> bool:

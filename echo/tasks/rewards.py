@@ -347,7 +347,7 @@ class ExampleCall:
 
     @classmethod
     def of(cls, host: TaskHost, example: Example, right: str | None) -> ExampleCall:
-        """Call the reward for the empty answer, and for the right answer if known."""
+        """Call the reward for the empty answer, and for the right answer if it is known."""
         texts = [*([] if right is None else [right]), ""]
         try:
             rewards = list(host.score_all(example, texts))

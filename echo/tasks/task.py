@@ -715,7 +715,7 @@ class _OwnFirst:
 
 
 _LOADED: dict[str, set[Path]] = {}
-"""For each imported file, the files in its directory that Python loaded with it."""
+"""For each imported file, the files in its directory that Python loaded with the file."""
 
 
 def _claim(name: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Places of a checkpoint's elements in a model of vLLM, and changes of elements.
+"""The places of a checkpoint's elements in a model of vLLM, and the changes to write there.
 
 `trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
 records each copy that the loader would make. If the loader copies a tensor once, as a whole, into

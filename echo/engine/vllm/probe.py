@@ -278,7 +278,7 @@ class SwapProbe:
 
     @torch.inference_mode()
     def _logprobs(self, prompt_ids: list[int], *, is_wide: bool) -> npt.NDArray[np.float32]:
-        """Return the log-probabilities of a prompt's tokens after the first, [P - 1].
+        """Return the log-probability of each token after the prompt's first token, [P - 1].
 
         Args:
             prompt_ids: token ids of the prompt.

@@ -88,7 +88,7 @@ MAX_REASON = 600
 
 
 def with_remedy(reason: str) -> str:
-    """Return the reason for a failed start on one line, with the remedy if known."""
+    """Return the reason for a failed start on one line, with the remedy if it is known."""
     text = textwrap.shorten(reason, MAX_REASON, placeholder=" ...")
     for pattern, remedy in REMEDIES:
         if re.search(pattern, reason):

@@ -376,7 +376,7 @@ def _messages(answer: str | Message | list[Message], where: str) -> list[Message
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a call that raised this error may succeed if repeated.
+    """Return whether a call that raised this error may succeed if the call is repeated.
 
     If a connection fails, HTTP clients raise errors whose cause is the socket's error. So all
     causes of the error are examined.

@@ -611,7 +611,9 @@ class PublishedVersions:
         self.newest: Publication | None = None
         """The newest published version; None before the first publication."""
         self.has_published = asyncio.Event()
-        """Set when a version is published, and cleared by the task that waits for it."""
+        """Event that is set when a version is published. The task that waits for the event clears
+        it.
+        """
         self._role, self._trainer, self._publisher = role, trainer, publisher
         self._encoder, self._commits = encoder, commits
         self._pace, self._ledger, self._progress = pace, ledger, progress
