@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 from echo.cli.commands.node import NoticeBoard
 from echo.core.monitoring.samples import TextSample, spread_over
+from echo.core.rollout import PolicyVersion
 from echo.runtime.learner.samples import MAX_CHARACTERS, NEW_CHAIN, SAMPLE_STEPS, SampleLog
+from echo.runtime.learner.versions.evaluation import Answer, result_of
 from tests.core.groups import make_group, make_rollout
 from tests.runtime.harness import Play, Run, running
 
@@ -66,6 +69,14 @@ def test_chains_of_an_agent_are_told_apart() -> None:
     samples.trained(SAMPLE_STEPS, [make_group(rollout, rollout)])
     [(_, sample)] = follower.samples
     assert sample.completion == f"---{NEW_CHAIN}--"
+
+
+def test_a_sample_of_an_evaluation_has_the_prompt_beyond_its_first_stop_token() -> None:
+    text: Any = SimpleNamespace(decode=lambda ids: "system", decode_all=lambda ids: "system, user")
+    openings: Any = [SimpleNamespace(prompt_ids=np.array([1, 2]))]
+    answers = [[Answer("4", 1.0)]]
+    result = result_of(PolicyVersion(1, 0), openings, answers, answers, text)
+    assert [sample.prompt for sample in result.samples] == ["system, user"]
 
 
 @pytest.mark.slow

@@ -696,7 +696,8 @@ class RunParts:
             role=role,
             prompts=prompts,
             rewards=LearnerRewards(data.host, prompts, data.text) if scores_here else None,
-            samples=sample_log(config, options, data.text.decode),
+            # Chat templates put stop tokens into prompts, and turns end with them.
+            samples=sample_log(config, options, data.text.decode_all),
             evaluator=evaluator,
             export=partial(export_directory, config, data),
             is_recomputing=is_recomputing(config, data, self.budget),

@@ -219,7 +219,7 @@ def result_of(
         samples=[
             TextSample(
                 kind="eval",
-                prompt=text.decode(opening.prompt_ids.tolist()),
+                prompt=text.decode_all(opening.prompt_ids.tolist()),
                 completion=first.text,
                 reward=float(first.reward) if isinstance(first.reward, float | int) else math.nan,
                 source=str(version),
