@@ -840,7 +840,9 @@ class World:
         config = self._config(LEARNER, sections, listen=ADDRESS.format(address))
         ledger = type("LedgerOfProcess", (WatchedLedger,), {"process": process})
         task = AdditionTask()
-        text: Any = SimpleNamespace(decode=str, encode_prompt=lambda prompt, tools: [1, 2, 3])
+        text: Any = SimpleNamespace(
+            decode=str, decode_all=str, encode_prompt=lambda prompt, tools: [1, 2, 3]
+        )
         data: Any = SimpleNamespace(
             model_dir=self.directory,
             task=task,

@@ -382,7 +382,7 @@ def make_evaluator(
     num_samples: int = 1,
 ) -> Evaluator:
     task = Same()
-    text: Any = SimpleNamespace(decode=lambda ids: str(ids[0]))
+    text: Any = SimpleNamespace(decode=lambda ids: str(ids[0]), decode_all=lambda ids: str(ids[0]))
     return Evaluator(
         engine(),
         InlineHost(task, Limits(score_s=60.0, step_s=60.0)),

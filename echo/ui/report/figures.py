@@ -273,7 +273,7 @@ def _draw_curve(curve: StepCurve, axes: Axes, runs: Sequence[ReportedRun]) -> bo
     else:
         axes.set_ylim(min(0.0, *values), 1.05 * max(1e-9, *values))
     _by_step(axes, runs)
-    if len(lines) > 1:
+    if len(lines) > 1 or len(runs) > 1:
         _legend(axes)
     return True
 
