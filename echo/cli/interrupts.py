@@ -39,7 +39,7 @@ def signal_exit_code(number: int) -> int:
 
 
 def is_interruption(code: int) -> bool:
-    """Return whether this is the exit code of a command that a signal has ended."""
+    """Return whether a command ends with this exit code because a signal ended it."""
     return code in map(signal_exit_code, SIGNALS)
 
 
@@ -122,7 +122,7 @@ def leave_terminal() -> None:
 
 
 def hurry(code: int) -> None:
-    """End this process with `code` after at most HURRY_S.
+    """Ensure that this process ends with `code` within HURRY_S.
 
     Python would wait for all threads. A thread that loads a model, makes a step or waits for a
     reward cannot be stopped. So this function does not wait for threads.

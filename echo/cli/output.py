@@ -64,7 +64,10 @@ class JsonFormatter(logging.Formatter):
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's time (UTC), level and message, and its traceback, if any."""
+        """Return the record's time (UTC), level and message.
+
+        If the record has a traceback, add it.
+        """
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -77,7 +80,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Forward(logging.Handler):
-    """Passes records to all handlers of a node's log, even handlers that are added later."""
+    """Passes records to all handlers of a node's log, also to handlers that are added later."""
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()
@@ -88,7 +91,8 @@ class _Forward(logging.Handler):
 
 
 MAX_LOG_BYTES = 32 << 20
-"""Size at which the content of a log file NAME.log replaces the content of NAME.log.1."""
+"""Size at which a log file NAME.log is full. Its content then replaces the content of
+NAME.log.1."""
 
 
 class LogFile(RotatingFileHandler):
@@ -233,7 +237,7 @@ def print_texts(texts: Iterable[str]) -> None:
 
 
 def fail(error: EchoError) -> int:
-    """Print an error without secrets to standard error; return the error's exit code."""
+    """Print an error to standard error, with secrets removed. Return the error's exit code."""
     # A user may have given a join string as the name of a file.
     print(f"error: {without_secrets(str(error))}", file=sys.stderr)
     return exit_code(error)

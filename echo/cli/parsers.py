@@ -18,7 +18,7 @@ CONFIGS = {"addition": "quickstart.toml", "countdown": "countdown.toml"}
 """Tasks that the quickstart's small model can learn, and the name of each task's configuration
 file."""
 MODEL_CONFIG = "word-problems.toml"
-"""Name of the configuration file of a quickstart with a pretrained model."""
+"""Name of the quickstart's configuration file for training a pretrained model."""
 EXIT_CODES_HELP = (
     "Exit codes: 0 done; 1 failed, or a simulation did not finish; 2 wrong command line or "
     "configuration; 3 unusable data or model; 4 the network failed, or no node answered; 5 refused "

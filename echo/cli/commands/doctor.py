@@ -130,7 +130,9 @@ def _gpus() -> tuple[str | None, Sequence[str]]:
 
 
 def _configuration(arguments: Namespace) -> tuple[Role, Config | None]:
-    """Return the role and the configuration to check; None without a configuration.
+    """Return the role and the configuration to check.
+
+    The configuration is None if the command line and ECHO_JOIN name none.
 
     Raises:
         ConfigError: if the configuration is wrong.
@@ -146,7 +148,10 @@ def _configuration(arguments: Namespace) -> tuple[Role, Config | None]:
 
 
 def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
-    """Run the checks of `--dry-run` for errors that would stop a node in its first minute."""
+    """Run the checks that `--dry-run` makes.
+
+    They find errors that would stop a node in its first minute.
+    """
     problems = check_start(config, role).problems
     for problem in problems:
         yield _failed("start", problem, f"the {role} would end with this error", "see the text")
@@ -155,7 +160,7 @@ def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
 
 
 def check_joining(config: Config, role: Role) -> Iterator[Finding]:
-    """Connect to the learner; compare the learner's settings and files with this node's."""
+    """Connect to the learner, and compare its settings and files with those of this node."""
     section = config.relay if role == "relay" else config.worker
     source = JoinSource(role, section.connect, config.security, config.run_dir)  # type: ignore[arg-type]
     for report in asyncio.run(_try_links(config, source)):

@@ -60,7 +60,7 @@ class EvalTarget:
     name: str
     """Name in the output, such as "runs/quickstart, step 40"."""
     config: Config
-    """The settings of the evaluation; the section `sampling` has the evaluation's sampling."""
+    """The settings of the evaluation. Their section `sampling` says how the evaluation samples."""
     checkpoint: tuple[Path, CheckpointInfo] | None
     """Directory and metadata of the checkpoint; None for a model."""
     runs_dir: Path
@@ -73,7 +73,7 @@ class EvalTarget:
         return PolicyVersion(self.checkpoint[1].lineage, self.checkpoint[1].step)
 
     def weights(self, data: Data) -> Weights:
-        """Return the weights by name, rounded as in a published version.
+        """Return the weights under their tensors' names, rounded as in a published version.
 
         Raises:
             DataError, StorageError: if the weights cannot be read.
@@ -166,9 +166,10 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _as_evaluated(config: Config, arguments: Namespace) -> Config:
-    """Return the settings with the evaluation's sampling and without the run's advertised address.
+    """Return a copy of the settings that samples as evaluations do.
 
-    The advertised address would lead workers to the run's own learner.
+    The copy has no advertised address. The advertised address would lead workers to the run's own
+    learner.
     """
     changed: dict[str, Any] = {"sampling": config.evaluation_sampling}
     if not any(text.startswith("learner.advertise=") for text in arguments.set):

@@ -212,7 +212,7 @@ def _unwritable_places(config: Config, role: Role, log_events: Path | None) -> I
 
 
 def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
-    """Return why files cannot be written into a directory; "" if they can.
+    """Return the reason why files cannot be written into a directory; "" if they can be written.
 
     Args:
         directory: the directory to write into.
@@ -229,7 +229,7 @@ def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
 
 
 def _check_files(config: Config, role: Role) -> None:
-    """Check that a learner or worker can use its model, as far as this machine's files show it.
+    """Check from the files on this machine that a learner or worker can use its model.
 
     Raises:
         EchoError: the error that starting the node would raise.
@@ -358,7 +358,7 @@ def _gpu_bytes(config: Config, role: Role) -> int | None:
 
 
 SAME_SIGNAL_S = 1.0
-"""Seconds after a counted signal in which further signals are ignored.
+"""After a signal is counted, further signals are ignored for this many seconds.
 
 Otherwise one Ctrl-C could count twice: the terminal sends the signal to the node and to a launcher,
 and the launcher forwards it.
@@ -378,7 +378,10 @@ class NodeSignals:
         self.received: list[int] = []
 
     def receive(self, number: int) -> None:
-        """Drain the node, stop the node or kill the process, depending on the earlier signals."""
+        """Drain the node, stop the node or kill the process.
+
+        The number of earlier signals decides.
+        """
         if number == signal.SIGHUP:
             interrupts.leave_terminal()
             if self.received:
@@ -400,7 +403,7 @@ class NodeSignals:
 
 
 async def run_node(node: Node, event_log: EventLog | None = None) -> str:
-    """Run a node until the node ends or a signal ends the node; return the reason.
+    """Run a node until it ends or a signal ends it. Return the reason for the end.
 
     NodeSignals handles the signals. The node's events are written to `event_log`, which is closed
     when the node ends.
@@ -466,7 +469,7 @@ class NoticeBoard(logging.Handler):
         super().__init__()
         self.lines: list[str] = []
         self.last = ""
-        """The newest message without its time, for the error that ends the command."""
+        """The newest message without its time. The error that ends the command shows it."""
         self._num_unseen = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -491,7 +494,7 @@ class NoticeBoard(logging.Handler):
 def run_rank(
     config: Config, *, resume: bool, has_report: bool, log_events: Path | None = None
 ) -> int:
-    """Run one process of a learner that torchrun started; return the process's exit code.
+    """Run this process as one rank of a learner that torchrun started. Return its exit code.
 
     The process of rank 0 is the learner to which other nodes connect. The other processes follow
     its commands.
@@ -888,7 +891,7 @@ POLL_S = 0.2
 
 
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
-    """Return a list with the override that names the join string of a learner on this machine.
+    """Return the override that names the join string of a learner on this machine, in a list.
 
     The list is empty if the node already has a join string, if encryption is off, or if the node
     dials another machine.
@@ -917,7 +920,7 @@ def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: 
 
 
 def join_awaited(config: Config, role: str) -> Path | None:
-    """Return the path of the join string for which a node would wait when it starts.
+    """Return the path of the join string if the node would wait for this file when it starts.
 
     A node waits if its learner runs on this machine and has not written a join string yet.
     Otherwise the result is None.
@@ -1073,7 +1076,10 @@ def open_event_log(path: Path | None, log: logging.Logger) -> EventLog | None:
 
 
 def _is_first_rank() -> bool:
-    """Return whether this is the learner's process of rank 0, which prints and listens."""
+    """Return whether this process has rank 0.
+
+    Of a learner's processes, only rank 0 prints and listens.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 

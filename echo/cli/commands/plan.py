@@ -47,7 +47,7 @@ from echo.ui.plots import cost_plot
 
 
 def run_report(rates: RunRates) -> str:
-    """Return a table of a run's measured figures beside the overlap model's predictions.
+    """Return a table that compares a run's measured figures with the overlap model's predictions.
 
     The predictions use the rates that the run has measured.
     """
@@ -77,7 +77,7 @@ def run_report(rates: RunRates) -> str:
 
 
 def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
-    """Return the request with its estimated rates replaced by a run's measured rates.
+    """Return a copy of the request in which a run's measured rates replace the estimated rates.
 
     The learner's time for a step is scaled by the number of tokens of a step. An offer gets the
     mean rate of its workers. The name of an offer's worker is the offer's name, or starts with the
@@ -257,7 +257,7 @@ def refusal_text(refusal: Refusal) -> str:
 
 
 def least_of(request: FleetRequest, plan: Provisioning, row: OfferRow) -> dict[str, str]:
-    """Return the minimum requirements for a rented machine as search conditions.
+    """Return the search conditions for rented machines: the least that a machine must have.
 
     The result maps the name of a property to a condition in the syntax of `vastai search offers`.
     Memory and disk are in GB, links in Mbit/s.
@@ -340,7 +340,7 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
 
 
 def _stem(offer: str) -> str:
-    """Return an offer's name as a prefix for names of files and workers.
+    """Turn an offer's name into a prefix for the names of files and workers.
 
     Dashes replace characters that are unsafe in a file's name or on a command line.
     """
@@ -348,7 +348,7 @@ def _stem(offer: str) -> str:
 
 
 def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) -> dict[str, str]:
-    """Return the texts of the files that start the plan's workers, by file name.
+    """Return the files that start the plan's workers. The dict maps each file's name to its text.
 
     There is one file for each offer.
     """
@@ -560,7 +560,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def show_run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print a run's measured figures beside the overlap model's predictions.
+    """Print a run's measured figures and, for comparison, the overlap model's predictions.
 
     Return the exit code.
     """
@@ -605,7 +605,7 @@ def plan_fleet(request: FleetRequest, arguments: argparse.Namespace, console: Co
 
 
 def rollouts_text(job: Job) -> str:
-    """Return text with the numbers of trained and sampled rollouts of a step."""
+    """Return text that says how many rollouts a step trains on, and how many are sampled for it."""
     trained = job.groups_per_step * job.group_size
     if job.useful_share == 1:
         return f"{trained} rollouts per step"

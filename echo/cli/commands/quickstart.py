@@ -60,7 +60,8 @@ SAVE_S = 10.0
 """Seconds from the first SIGTERM to the second. In this time a worker stops its engine and saves
 rollouts. More time would not help: the learner has ended and acknowledges no more rollouts."""
 STOP_S = 10.0
-"""Seconds from the second SIGTERM to SIGKILL; a node takes at most interrupts.HURRY_S."""
+"""Seconds from the second SIGTERM to SIGKILL. A node ends at most interrupts.HURRY_S after its
+second signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,9 @@ class SmallModel:
 
 
 def find_pretrained(name: str, console: Console) -> str:
-    """Return `model.name` for `--model NAME`. If the model `smollm2` is missing, make it.
+    """Return the value of `model.name` for the option `--model NAME`.
+
+    If the model `smollm2` is missing, make it.
 
     Raises:
         EchoError: if `name` is a path without a model, or if `smollm2` cannot be made.
@@ -263,7 +266,7 @@ def check_addresses(config: Config) -> None:
 
 
 def free_settings(config: Config, held: ExitStack) -> list[str]:
-    """Return overrides for a run name and for ports that are free on this machine.
+    """Return overrides that set an unused run name, and ports that are free on this machine.
 
     Args:
         config: the configuration, with the name and the ports to try first.
@@ -542,7 +545,7 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
 
 
 def describe_end(node: NodeProcess) -> str:
-    """Return text on a node's failure, with the node's last line of output.
+    """Return text that describes a node's failure and quotes the node's last line of output.
 
     The text is "" if the node still runs or has ended with exit code 0.
     """

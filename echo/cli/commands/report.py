@@ -63,7 +63,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
-    """Return some rollouts of the newest groups, best first. Without rollouts, return the reason.
+    """Return some rollouts of the newest groups, best first. If there are none, return the reason.
 
     The groups of the last steps are used. If they are too few, groups that were never trained on
     are added.

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CHOICES = ("step", "group", "grep", "best", "worst", "random", "parquet")
-"""Options that make the command read the rollouts of all groups, not only of the newest groups."""
+"""Options with which the command reads the rollouts of all groups. Without them it reads only the
+newest groups."""
 Decode = Callable[[list[int]], str]
 """The type of a function that converts token ids to text."""
 NUM_NEWEST = 8
@@ -99,7 +100,7 @@ def _none_found(
 
 
 def describe_removed(stored: Sequence[StoredGroup]) -> str:
-    """Return text on the number of groups with removed files; "" if no files were removed."""
+    """Return text that says how many groups had their files removed; "" if no group had."""
     removals = [each.removed for each in stored if each.removed is not None]
     if not removals:
         return ""
@@ -175,7 +176,7 @@ def _shown(
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the completion in parts, each from one policy version or from the task.
+    """Yield the parts of a completion. One policy version or the task wrote each part.
 
     A branch of the token tree begins a new part.
     """
@@ -210,7 +211,10 @@ def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
 
 
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
-    """Return all rollouts with the --grep text, or only the best, worst or random ones."""
+    """Return the rollouts that contain the --grep text.
+
+    Of these, return only the best, the worst or random rollouts if an option asks for them.
+    """
     for name in ("best", "worst", "random"):
         number = getattr(arguments, name)
         if number is not None and number < 1:

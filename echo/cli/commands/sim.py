@@ -191,7 +191,7 @@ larger difference."""
 
 
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
-    """Return a simulated run's figures as text, beside the overlap model's predictions."""
+    """Return text that compares a simulated run's figures with the overlap model's predictions."""
     expected = prediction(scenario, summary)
     nodes = ", ".join(
         f"{count} {offer.name}"
@@ -249,7 +249,7 @@ def _events_text(summary: Summary) -> list[str]:
 
 
 def prediction(scenario: Scenario, summary: Summary) -> Prediction:
-    """Return the overlap model's prediction for the measured broadcast time."""
+    """Return what the overlap model predicts if a broadcast takes the measured time."""
     job, counts = scenario.job, scenario.counts
     return predict(
         job,
@@ -326,7 +326,7 @@ def step_row(step: StepRecord, cost: float) -> dict[str, Any]:
 
 
 def bill_row(bill: BillRecord | None) -> dict[str, Any]:
-    """Return the metrics of a step's costs; without a bill there are none."""
+    """Return the metrics that state a step's costs. Without a bill, return no metrics."""
     if bill is None:
         return {}
     return {

@@ -45,7 +45,7 @@ def _run(arguments: Namespace, console: Console) -> int:
 
 
 def present_status(target: Target) -> tuple[RunStatus, str]:
-    """Return a run's status, and a line on the age of the status.
+    """Return a run's status, and a line that says how old the status is.
 
     If the learner answered, the line is "".
 
