@@ -19,7 +19,7 @@ from echo.wire.codec import BYTES_PER_BRANCH, BYTES_PER_TOKEN, MAX_ARRAY_BYTES
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
 BYTES_PER_LIKELY_ID = 5
-"""Largest number of bytes of a likely id with its log-probability, in vocabularies of up to 2
+"""Largest number of bytes that a likely id and its log-probability take, in vocabularies of up to 2
 million ids."""
 
 
@@ -174,7 +174,7 @@ def likely_ids_of(config: Config) -> int:
 
 
 def _check_group_bytes(config: Config) -> Iterator[Problem]:
-    """Refuse settings whose largest group exceeds the largest message."""
+    """Refuse settings whose largest group does not fit into the largest message."""
     tokens, key = config.max_chain_tokens, "sampling.max_completion_tokens"
     if tokens > config.sampling.max_completion_tokens:
         key = "agent.max_session_tokens"
@@ -192,7 +192,7 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
 
 
 def max_tree_tokens(config: Config) -> int | None:
-    """Return the largest number of tokens in all chains of an agent's rollout.
+    """Return the largest number of tokens that all chains of an agent's rollout may have together.
 
     A rollout must fit into one micro-batch, and its group into one message. Without agents, the
     result is None.
@@ -222,7 +222,7 @@ def _check_agent(config: Config) -> Iterator[Problem]:
 
 
 def _dependent_keys(config: Config) -> tuple[tuple[str, bool, str, str], ...]:
-    """Return the keys whose effect depends on another key.
+    """Return the keys that have an effect only with certain values of another key.
 
     Each tuple has the key, whether the key has no effect here, the reason, and the other key.
     """

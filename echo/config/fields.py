@@ -43,7 +43,7 @@ numbers and very deep nesting raise different exceptions."""
 
 
 def toml_or_text(text: str) -> Any:
-    """Parse a command-line value as TOML, or as text if it is not TOML."""
+    """Parse a command-line value as TOML. If it is not valid TOML, return it as text."""
     try:
         table = tomllib.loads(f"value = {text}")
     except UNREADABLE:
@@ -82,7 +82,7 @@ def _check_off(value: object) -> object:
 
 
 def _one_is_a_list(value: object) -> object:
-    """Convert a list to a tuple, and a single string to a tuple of one item."""
+    """Convert a list to a tuple. Convert a single string to a tuple with one item."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -290,7 +290,8 @@ INHERITED = "inherited"
 Inherited = Annotated[T, INHERITED]
 """The type of a key whose value the learner sets for all its workers."""
 OWN_KIND = "package.module:function"
-"""The kind of the section class for the user's own code, which an import path names."""
+"""The kind that the section class for the user's own code has. The configuration has the code's
+import path instead."""
 
 
 class Strict(BaseModel):
@@ -313,7 +314,7 @@ class Section(Strict):
 
 
 def kind_of(value: Any) -> str:
-    """Return a section's `kind`; the section is a table or an object.
+    """Return the `kind` of a section, which is a table or an object.
 
     If the kind is the import path of the user's own code, return OWN_KIND.
     """

@@ -17,8 +17,8 @@ from echo.core.errors import nearest
 from echo.fleet.gpus import GPUS, MODELS
 
 Rows = Mapping[str, Sequence[tuple[KeyPath, Any]]]
-"""The rows of each table, with their paths. Invalid rows are included for checks: they have the
-file's values, and None for each missing value."""
+"""The rows of each table, with their paths. Checks also read invalid rows: they have the file's
+values, and None for each missing value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,10 @@ def read_files(paths: Sequence[Path]) -> list[Source]:
 
 
 def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
-    """Return the layer of a file's settings. Rows of a list are keyed by number from 1."""
+    """Return the settings in a file's tables as a layer.
+
+    Rows of a list are keyed by number from 1.
+    """
     opened: dict[str, Any] = {}
     problems = []
     for name, value in tables.items():
@@ -117,7 +120,10 @@ def _read_tables(kind: type[FleetFile], tables: Table, source: str) -> Layer:
 
 
 def _read_override(kind: type[FleetFile], text: str, source: str, below: Settings) -> Layer:
-    """Return the layer of an override; replace the name of a row by the row's number."""
+    """Return the layer of an override.
+
+    If the override names a row, replace the name by its number.
+    """
     layer = read_override(SCHEMAS[kind], text, source)
     path = next(iter(layer.settings), ())
     if not path or not repeats(kind, path[0]):
@@ -137,7 +143,7 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 
 
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
-    """Return the numbers of the rows with this name, and text for an error.
+    """Return the numbers of the rows with this name, and the text of an error.
 
     The text applies if the number of rows is not 1.
     """
@@ -211,7 +217,10 @@ def _rows(kind: type[FleetFile], tables: Table) -> tuple[Rows, list[Problem]]:
 
 
 def _as_it_stands(table: type[BaseModel], row: object) -> Any:
-    """Return an invalid row as an object with unchecked values. Missing values are None."""
+    """Return an invalid row as an object with unchecked values.
+
+    Missing required values are None.
+    """
     values: dict[str, Any] = {
         key: None for key, info in table.model_fields.items() if info.is_required()
     }
@@ -221,7 +230,7 @@ def _as_it_stands(table: type[BaseModel], row: object) -> Any:
 def _locate(
     kind: type[FleetFile], row: KeyPath, place: tuple[int | str, ...]
 ) -> tuple[KeyPath, Leaf | None]:
-    """Return the path and the key of the place in a pydantic error.
+    """Translate a place in a pydantic error to a path, and return the key at this path as well.
 
     If the place ends with the name of a union's member, remove this name.
     """
@@ -252,7 +261,7 @@ class FleetRequest:
     learner: LearnerRow
     job_row: JobRow
     offers: tuple[OfferRow, ...]
-    """The file's rows for the offers in `fleet.offers`, in the same order."""
+    """The rows of the offers that `fleet.offers` lists, in the same order."""
     regions: Mapping[str, RegionRow]
     notices: tuple[str, ...]
     """Lines for the user on estimated figures and on offers that were left out."""

@@ -93,7 +93,7 @@ class LearnerRow(Strict):
 
 
 class RelayRow(Strict):
-    """A relay that runs in a region."""
+    """A relay in a region, which serves the region's workers."""
 
     mbit_per_s: Positive
     """Mbit/s of the relay's uplink."""
@@ -228,7 +228,7 @@ class FaultRow(Strict):
     """A fault at one instant of the simulation."""
 
     at_s: Instant
-    """Time of the fault, since the start."""
+    """Time from the start of the simulation to the fault."""
     kind: Literal["kill", "preempt", "cut", "slow"]
     """kill ends a process; preempt removes a machine; cut blocks a link; slow slows a node."""
     target: Name
@@ -246,7 +246,7 @@ class PriceRow(Strict):
     offer: Name
     """Name of an offer in [[offers]]."""
     at_s: Instant
-    """Time since the start from which the price applies."""
+    """Time from the start of the simulation to the change of the price."""
     price_per_h: Amount
     """$ per hour for one node."""
 
@@ -295,14 +295,14 @@ def repeats(kind: type[FleetFile], name: str) -> bool:
 
 
 def expected_table(kind: type[FleetFile], name: str) -> str:
-    """Return text on how the table must be written, such as "written [job], one table"."""
+    """Return text that says how to write the table, such as "written [job], one table"."""
     is_list = repeats(kind, name)
     return f"written [[{name}]], a list of tables" if is_list else f"written [{name}], one table"
 
 
 @cache
 def _leaves(kind: type[FleetFile]) -> Mapping[KeyPath, Leaf]:
-    """Return all keys of a kind of file by path. Each table counts as a key, too."""
+    """Return all keys of a kind of file, under their paths. Each table counts as a key, too."""
     found: dict[KeyPath, Leaf] = {}
     for name, (table, is_list) in tables_of(kind).items():
         path: KeyPath = (name,)
@@ -363,7 +363,7 @@ def _describe_unknown(kind: type[FleetFile], path: KeyPath) -> str:
 
 
 MAX_OWNERS = 4
-"""Largest number of suggested keys of other tables in the error for an unknown key."""
+"""Largest number of keys that the error for an unknown key suggests from other tables."""
 
 
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:

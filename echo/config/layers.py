@@ -57,8 +57,8 @@ class Problem:
     setting: Setting | None = None
     """The refused value; None if the value is among the accepted settings."""
     is_idle: bool = False
-    """Whether the value at the first path is valid but has no effect, because of the values at the
-    other paths. A resumed run replaces such a value by the default."""
+    """Whether the value at the first path is valid but has no effect, because the values at the
+    other paths rule it out. A resumed run replaces such a value by the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ MAX_DEPTH = 32
 
 
 def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Return why messages and config.json would alter this value; None for other values.
+    """Return why messages and config.json would alter this value. If they keep it, return None.
 
     Args:
         value: the value of a key, or a part of it.
@@ -275,7 +275,7 @@ def value_problems(
 
 
 def describe_expected(leaf: Leaf, value: object) -> str:
-    """Describe a key's accepted values, and suggest the value most similar to `value`."""
+    """Describe the values that a key accepts. Suggest the one that is most similar to `value`."""
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
@@ -284,7 +284,7 @@ def describe_expected(leaf: Leaf, value: object) -> str:
 
 
 def unreported(found: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems in `found` that share no path with `problems`."""
+    """Return each problem in `found` whose paths are not among the paths of `problems`."""
     reported = {path for problem in problems for path in problem.paths}
     return [problem for problem in found if reported.isdisjoint(problem.paths)]
 
@@ -305,7 +305,7 @@ def as_error(
 
 
 def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: str) -> str:
-    """Return one line on a problem: the source, the key, the value and the error."""
+    """Return a problem as one line: the source, the key, the value and the error."""
     path = problem.paths[0] if problem.paths else ()
     setting = problem.setting or settings.get(path) or _beside(path, settings, file_name)
     value = "" if setting.value is None or not path else f" = {brief(setting.value)}"
@@ -317,10 +317,10 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 
 
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
-    """Return a setting for a missing key: no value, and a source for messages.
+    """Return a setting that has no value and names a source.
 
-    The source is the source of the nearest key that the user has set. If there is no such key, the
-    source is `file_name`.
+    It takes the place of a missing key in messages. The source is the source of the nearest key
+    that the user has set. If there is no such key, the source is `file_name`.
     """
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():

@@ -66,7 +66,7 @@ from echo.core.units import format_bytes, without_keys
 # --- keys -----------------------------------------------------------------------------------------
 
 MAX_GUESSES = 3
-"""Largest number of suggested keys of other sections in the error for an unknown key."""
+"""Largest number of keys that the error for an unknown key suggests from other sections."""
 
 
 def _describe_unknown(path: KeyPath) -> str:
@@ -189,7 +189,7 @@ def parse_config(
 
 
 def _cause_in_override(problem: Problem, user: Settings) -> bool:
-    """Return whether a `--set` makes a setting of the file ineffective."""
+    """Return whether a setting of the file has no effect because of a `--set`."""
     idle, *causes = (user.get(path) for path in problem.paths)
     by_line = any(cause is not None and cause.source == OVERRIDE for cause in causes)
     return idle is not None and idle.source != OVERRIDE and by_line
@@ -223,7 +223,7 @@ def _check(
 
 
 def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
-    """Return each section's chosen kind, and a problem for each unknown kind."""
+    """Return the kind that is chosen for each section, and a problem for each unknown kind."""
     kinds, problems = {}, []
     for section, classes in KINDS.items():
         path = (section, "kind")
@@ -242,7 +242,7 @@ def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
 
 
 def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[Problem]:
-    """Yield a problem for each key of a kind that is not chosen."""
+    """Yield a problem for each key that only kinds have that are not chosen."""
     known = leaves(kinds)
     for path, setting in user.items():
         if _leaf_at(path, known):
@@ -268,7 +268,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return `user` without the saved defaults of kinds that are no longer chosen."""
+    """Return `user` without saved defaults that belong to kinds no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
@@ -352,7 +352,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a configuration without invalid values, and the problems of these values.
+    """Return a configuration in which defaults replace invalid values. Also return their problems.
 
     Defaults replace the invalid values.
     """
@@ -377,7 +377,7 @@ def _locate(
 
 
 def _sources(settings: Settings, known: Mapping[KeyPath, Leaf]) -> dict[str, str]:
-    """Return the source of each key's value, by dotted key.
+    """Return where each key's value comes from. The result is keyed by the dotted key.
 
     A table of the user's own keys may have several sources, joined by " + ".
     """
@@ -401,7 +401,7 @@ _WIDTH = 96
 
 
 def schema_help(role: Role | None = None) -> str:
-    """Return help on the keys that `role` reads: values, default and meaning.
+    """Return a help text for the keys that `role` reads: values, default and meaning.
 
     With None, return help on the keys of all roles.
     """
@@ -468,9 +468,10 @@ def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
 
 
 def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
-    """Return the keys that `role` reads, by the name and the kind of their section.
+    """Return the keys that `role` reads.
 
-    The name is "" for keys outside sections. The kind is "" if the section has only one kind.
+    They are grouped by the name and the kind of their section. The name is "" for keys outside
+    sections. The kind is "" if the section has only one kind.
     """
     groups: dict[tuple[str, str], list[Leaf]] = {}
     for leaf in keys:
@@ -538,7 +539,7 @@ _UNSAFE: Mapping[str, str] = {
     "security.curve": _OTHER_SECURITY,
     "learner.init_from": "a resumed run takes its weights from its checkpoint",
 }
-"""Reasons why a change is unsafe, by dotted key or by section."""
+"""Reasons why a change is unsafe. Each is listed under a dotted key or a section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,7 +569,7 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
 
 
 def keep_choices(saved: Config, config: Config) -> Config:
-    """Return `config` with the dtype "auto" replaced by the dtype of the first start."""
+    """Return `config`, in which the dtype chosen at the first start replaces the dtype "auto"."""
     if config.learner.dtype != "auto":
         return config
     learner = config.learner.model_copy(update={"dtype": saved.learner.dtype})
@@ -587,7 +588,8 @@ def _at(table: Any, path: Sequence[str]) -> Any:
 
 
 _TEMPLATE = "model.chat_template"
-"""A key with a file's path. The learner sends workers the file's text instead of the path."""
+"""The key that names the template's file. The learner sends workers the file's text instead of the
+path."""
 NO_TEMPLATE = "none"
 """Value of `model.chat_template` that switches all templates off, even the tokenizer's."""
 _AGENTS = "agent.listen"
@@ -596,7 +598,7 @@ worker may choose another address."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that the learner sends to workers, by dotted key, as JSON values.
+    """Return the settings that the learner sends to workers. JSON values are keyed by dotted key.
 
     Raises:
         ConfigError: if the chat template's file cannot be read.
@@ -625,7 +627,7 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
 
 
 def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the worker's configuration with the learner's values.
+    """Return the worker's configuration, in which the learner's values replace the worker's values.
 
     The exception is `model.chat_template`: it keeps the worker's path, because `settings` has the
     template's text.

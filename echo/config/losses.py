@@ -81,23 +81,29 @@ class LossSection(Section):
 
     @property
     def value_beta(self) -> float | None:
-        """Return the number b of the baseline b ln mean exp(r / b) over a group's rewards r.
+        """Return b, or None. The baseline of a group's rewards r is then b ln mean exp(r / b).
 
         None means that the baseline is the mean reward.
         """
         return None
 
     def own_options(self) -> dict[str, Any]:
-        """Return the parameters that only this loss has, by name. `false` becomes None."""
+        """Return the parameters that only this loss has, under their names.
+
+        `false` becomes None.
+        """
         own = self.model_dump(exclude={"kind", *MaskedLossSection.model_fields})
         return {name: None if value is False else value for name, value in own.items()}
 
     def masks(self) -> dict[str, float | None]:
-        """Return the thresholds that leave out rollouts, by name. None means off."""
+        """Return the thresholds beyond which rollouts are left out, under their names.
+
+        None means off.
+        """
         return {}
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios at which a bad rollout has a gradient, by key.
+        """Return the smallest ratios at which a bad rollout has a gradient, under the limits' keys.
 
         The ratio is learner over sampler. A bad rollout has a negative advantage.
         """
@@ -119,12 +125,12 @@ class MaskedLossSection(LossSection):
     nats per token; 1e-4 is usual."""
 
     def masks(self) -> dict[str, float | None]:
-        """Return the four thresholds that leave out rollouts, by name. None means off."""
+        """Return the four thresholds beyond which rollouts are left out. None means off."""
         own = MaskedLossSection.model_fields.keys() - LossSection.model_fields.keys()
         return self.model_dump(include=set(own))
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratio that each active mask accepts, by key."""
+        """Return the smallest ratio that each active mask accepts, under the mask's key."""
         ends = {
             "geometric_low": self.geometric_low,
             "veto": self.veto,
@@ -140,7 +146,7 @@ class ClippedSection(MaskedLossSection):
     clip_high: ClipHigh = 0.28
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios that the masks and the clip accept, by key."""
+        """Return the smallest ratios that the masks and the clip accept, under their keys."""
         return super().least_ratios() | _end_of_clip(self.clip_low)
 
 
@@ -192,7 +198,7 @@ class GepoSection(LossSection):
     """Weight of the divergence from the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the ratio at the lower end of the clip, by key."""
+        """Return the ratio at the lower end of the clip, under the clip's key."""
         return _end_of_clip(self.clip_low)
 
 
@@ -246,7 +252,7 @@ class DecoupledPpoSection(ClippedSection):
     """Ratio above which the weight is truncated (tis) or becomes 0 (mis)."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios that the masks and the clip accept, by key.
+        """Return the smallest ratios that the masks and the clip accept, under their keys.
 
         If `proximal` is "recompute", the clip is left out. In this case the clip compares the
         learner with itself, and truncated sampling does not change the ratio.
@@ -265,7 +271,7 @@ class M2poSection(MaskedLossSection):
     """Bound on the mean squared log-ratio."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios that the masks and the bound accept, by key.
+        """Return the smallest ratios that the masks and the bound accept, under their keys.
 
         For the bound, return the ratio at which a single token reaches the bound.
         """
@@ -296,7 +302,7 @@ class DppoTvSection(MaskedLossSection):
     """Weight of the distance to the sampler."""
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios that the masks and the bound accept, by key.
+        """Return the smallest ratios that the masks and the bound accept, under their keys.
 
         For the bound, return the ratio of a token to which the sampler gives a probability of 1.
         """
@@ -330,7 +336,8 @@ LOSSES: Mapping[str, type[LossSection]] = {
     "dppo_tv": DppoTvSection,
     OWN_KIND: OwnLossSection,
 }
-"""The section class of each kind of loss. OWN_KIND is the kind of every import path."""
+"""The section class of each kind of loss. All losses that an import path names have the kind
+OWN_KIND."""
 
 AnyLoss = Annotated[
     Annotated[GrpoSection, Tag("grpo")]

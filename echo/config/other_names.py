@@ -1,4 +1,4 @@
-"""Lists names of settings in other trainers with Echo's names.
+"""Lists the names that other trainers give to settings, with Echo's names.
 
 If an unknown key is a setting of another trainer, the error names Echo's key. `python
 docs/reference_pages.py names` prints this table for docs/coming-from-other-frameworks.md.
@@ -209,11 +209,14 @@ ELSEWHERE: dict[str, str] = {
     "lam": "Echo has no critic: advantages are relative to the group",
     "critic": "Echo has no critic: advantages are relative to the group",
 }
-"""Hints for names without a row: names from other programs, and settings that Echo lacks."""
+"""Hints for names that have no row in the table. Other programs use these names, or Echo lacks the
+setting."""
 
 
 def our_name(path: Sequence[str]) -> str | None:
-    """Return a hint on Echo's key if the unknown key is from another trainer, otherwise None.
+    """If another trainer uses an unknown key, return a hint that names Echo's key.
+
+    Otherwise return None.
 
     Args:
         path: the path of the unknown key. Only the path's last parts are compared with the table,
@@ -238,7 +241,7 @@ def our_name(path: Sequence[str]) -> str | None:
 
 
 def translations() -> Iterator[tuple[str, str, str]]:
-    """Yield each name in the table with its framework and Echo's key."""
+    """Yield each name in the table, the framework that uses it, and Echo's key."""
     for *others, ours in OTHER_NAMES:
         keys = re.sub(r" \(.*\)|, such as .*|`", "", ours)
         for framework, cell in zip(FRAMEWORKS, others, strict=True):
@@ -248,7 +251,7 @@ def translations() -> Iterator[tuple[str, str, str]]:
 
 
 def _same_part(cell: str, name: str, keys: str) -> str:
-    """Return Echo's key for one of the names in a cell.
+    """Return the key of Echo that corresponds to one of the names in a cell.
 
     If the cell has as many names as `keys` has keys, they correspond in order. Otherwise return all
     keys.

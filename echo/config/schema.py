@@ -95,7 +95,8 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 
 
 PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
-"""Defaults with `sync.mode = "pull"`, which is on-policy. They replace the profile's defaults."""
+"""Defaults if `sync.mode` is "pull", so that training is on-policy. They replace the profile's
+defaults."""
 
 
 def preset_publish_period(max_staleness: int) -> int:
@@ -700,7 +701,7 @@ class Config(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """The sampling settings of evaluations: the training's settings, changed by `eval`."""
+        """The sampling settings of evaluations: those of the training with changes from `eval`."""
         own = {
             name: value
             for name in ("temperature", "top_p", "max_completion_tokens")
@@ -722,7 +723,10 @@ class Config(Section):
 
     @property
     def max_chain_tokens(self) -> int:
-        """Largest number of completion tokens in an answer, or of tokens in a conversation."""
+        """Largest number of completion tokens in an answer.
+
+        With agents, the largest number of tokens in an answer or in a conversation.
+        """
         longest = self.sampling.max_completion_tokens
         if self.agent.listen is None:
             return longest
@@ -730,7 +734,7 @@ class Config(Section):
 
     @property
     def trims_stale(self) -> bool:
-        """Whether groups with stale tokens are kept and their stale tokens masked.
+        """Whether groups with stale tokens are kept, while the stale tokens themselves are masked.
 
         Otherwise these groups are discarded. The value is False on-policy and with
         rollout.stale_tokens = "drop".
@@ -739,7 +743,8 @@ class Config(Section):
 
 
 KINDS: Mapping[str, Mapping[str, type[Section]]] = {"loss": LOSSES, "engine": ENGINES}
-"""The sections with one class for each kind. Only the keys of the chosen class are valid."""
+"""The sections that have a class for each kind. Only the keys of the chosen kind's class are
+valid."""
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -784,7 +789,7 @@ class Leaf:
     defaults: Mapping[str, Any]
     """The key's default, by profile."""
     kinds: tuple[str, ...] = ()
-    """The kinds of the section that have this key with this meaning. Empty: all kinds."""
+    """The kinds of the section for which this key exists and has this meaning. Empty: all kinds."""
     is_inherited: bool = False
     """Whether the learner sets the key's value for its workers."""
 
@@ -828,18 +833,24 @@ def _leaves(kinds: frozenset[tuple[str, str]]) -> Mapping[KeyPath, Leaf]:
 
 
 def leaves(kinds: Mapping[str, str]) -> Mapping[KeyPath, Leaf]:
-    """Return the keys of these kinds of sections by path, in schema order."""
+    """Return the keys that sections of these kinds have.
+
+    The result maps paths to keys in schema order.
+    """
     return _leaves(frozenset(kinds.items()))
 
 
 def kinds_of(config: Config) -> dict[str, str]:
-    """Return the chosen kind of each section with several kinds, by the section's name."""
+    """Return the chosen kind of each section that has several kinds.
+
+    The result is keyed by section.
+    """
     return {name: kind_of(getattr(config, name)) for name in KINDS}
 
 
 @cache
 def sections() -> Mapping[str, Mapping[str, type[Section]]]:
-    """Return the classes of all sections, by name and kind.
+    """Return the classes of all sections. The result is keyed by the section's name, then by kind.
 
     The kind is "" if the section has only one class.
     """
@@ -914,7 +925,7 @@ def _show_key(key: str) -> str:
 
 
 def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) -> Leaf:
-    """Return the leaf of the key at `path`. The key is a field of the class `table`.
+    """Return the leaf that describes the key at `path`. The key is a field of the class `table`.
 
     `fragment` is the JSON schema of the key's value.
     """
@@ -933,7 +944,7 @@ def leaf_of(path: KeyPath, fragment: Mapping[str, Any], table: type[BaseModel]) 
 
 
 def _leaf_of_kind(leaf: Leaf, classes: Mapping[str, type[Section]]) -> Leaf:
-    """Return the leaf of a section's key `kind`; the key's value chooses one of `classes`."""
+    """Return the leaf of a section's key `kind`. The value of this key chooses one of `classes`."""
     words = tuple(kind for kind in classes if kind != OWN_KIND)
     expected = f"one of {', '.join(map(show, words))}"
     if OWN_KIND in classes:
@@ -953,7 +964,7 @@ def _choices(fragment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def expected_text(fragment: Mapping[str, Any], name: str) -> str:
-    """Return text on the values that a JSON schema accepts."""
+    """Return text that describes the values that a JSON schema accepts."""
     if "anyOf" in fragment:
         parts = [part for part in fragment["anyOf"] if part.get("type") != "null"]
         return " or ".join(expected_text(part, name) for part in parts)

@@ -58,8 +58,8 @@ class Budget:
     """The budget as one line of text."""
     items: tuple[Item, ...]
     needed_bytes: int
-    """Bytes needed in the memory that is too small. If everything fits, bytes needed in the model's
-    memory."""
+    """Bytes needed in the memory that is too small. If all memories suffice, bytes needed in the
+    memory that holds the model."""
     max_concurrent_rollouts: int | None = None
     """Number of rollouts that fit into a worker's memory; None for other roles."""
     gradient_checkpointing: bool | str = False
@@ -136,7 +136,7 @@ def memory_budget(
 
 
 def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
-    """Return the footprint of the fastest settings with which a learner fits into memory.
+    """Return the learner's footprint with the fastest settings that fit into memory.
 
     If no settings fit, return the footprint that needs the least memory. Moving versions to host
     memory does not slow a step. Recomputing activations slows a step by a third.
@@ -158,7 +158,7 @@ def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
 
 
 def _recompute_above(footprint: Footprint, own: _Memory) -> int:
-    """Return the largest micro-batch, in tokens, whose activations fit.
+    """Return the number of tokens in the largest micro-batch whose activations fit into memory.
 
     The learner recomputes the activations of larger micro-batches. Kept activations get at most
     half of the free memory. The evaluation gets the other half.
@@ -227,9 +227,10 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 
 
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
-    """Return settings that may save memory, as (key, value), the least harmful first.
+    """Return settings that may save memory, as (key, value).
 
-    The first settings change neither the results nor the speed of the run.
+    Those that do the least harm come first. The first settings change neither the results nor the
+    speed of the run.
     """
     tokens = footprint.micro_batch_tokens
     while tokens // 2 >= footprint.rollout_tokens:
@@ -247,7 +248,7 @@ def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, An
 
 
 def _advise_learner(footprint: Footprint, missing: int) -> tuple[tuple[Saving, ...], str]:
-    """Return all remedies in order, and text on the remedies to use together.
+    """Return all remedies in order, and a text that says which remedies to use together.
 
     Remedies are chosen in order until they suffice. Then redundant remedies are removed. If all
     remedies together do not suffice, the text says so.
@@ -319,12 +320,12 @@ class _Memory:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes needed minus bytes available; negative if memory is left."""
+        """The needed bytes minus the available bytes. It is negative if memory is left."""
         return self.needed_bytes - self.available_bytes
 
 
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
-    """Return the memory that decides whether all items fit.
+    """Return the memory that decides whether all items fit into the machine.
 
     If the model is on a GPU and main memory is too small, return main memory, which holds versions
     of a fixed size. Otherwise return the model's memory.
@@ -334,7 +335,10 @@ def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
 
 
 def _memories(items: Iterable[Item], machine: Machine) -> list[_Memory]:
-    """Return the machine's memories, each with its items; the model's memory comes first."""
+    """Return the machine's memories, each with its items.
+
+    The memory that holds the model comes first.
+    """
     items = tuple(items)
     if machine.gpu_bytes is None:
         return [_Memory(items, machine.host_bytes)]

@@ -56,15 +56,18 @@ class Footprint:
     """Number of processes over which the learner is sharded. All sizes are for the first
     process."""
     has_versions_on_gpu: bool = True
-    """Whether a learner keeps versions on its GPU. The value has an effect only if
-    `may_keep_versions`."""
+    """Whether a learner keeps versions on its GPU. This applies only if `may_keep_versions` is
+    True."""
     has_tensors_alone: bool = False
     """Whether to count only the tensors of a process on a CPU, without other memory."""
     tokens_in_a_pass: int | None = None
     """Number of tokens of the micro-batch; None for the largest possible micro-batch."""
 
     def changed(self, changes: Mapping[str, Any]) -> Footprint:
-        """Return a copy of this footprint with changed settings, given by dotted key."""
+        """Return a copy of this footprint with changed settings.
+
+        The settings are keyed by dotted key.
+        """
         config = self.config
         for key, value in changes.items():
             name, _, field = key.partition(".")
@@ -95,7 +98,7 @@ class Footprint:
         return self._step.largest.num_tokens
 
     def learner_items(self) -> tuple[Item, ...]:
-        """Return a learner's items: model, optimizer, a micro-batch, versions.
+        """Return what a learner keeps in memory: model, optimizer, a micro-batch and versions.
 
         Master weights and gradients are float32. A model that computes in bfloat16 also needs the
         weights rounded to bfloat16. Untrained weights (an adapter's base, a reference) exist only
@@ -141,7 +144,7 @@ class Footprint:
         return -(-8 * self._largest_trained // self.num_ranks)
 
     def _sizes_with_model(self) -> dict[str, int]:
-        """Return the bytes of a learner's items in the trained model's memory, by name.
+        """Return the learner's items in the memory that holds the trained model: name and bytes.
 
         An item is 0 if it is not needed or is in another memory.
         """
@@ -181,7 +184,7 @@ class Footprint:
         return sizes
 
     def _sizes_beside_model(self) -> dict[str, int]:
-        """Return the bytes of a learner's items in the host's memory, by name.
+        """Return the learner's items that are always in the host's memory: name and bytes.
 
         All ranks are assumed to be on one machine.
         """
@@ -207,7 +210,7 @@ class Footprint:
         return self.has_gpu and self._step.is_alone and self.config.network.codec != "full"
 
     def worker_items(self, dtype: str) -> tuple[Item, ...]:
-        """Return the items of a worker before its first rollout."""
+        """Return the items that a worker keeps in memory before its first rollout."""
         num_bytes = DTYPE_BYTES[dtype] * self.facts.num_params
         return (
             Item(name="weights", num_bytes=num_bytes, is_on_gpu=True),
@@ -215,7 +218,7 @@ class Footprint:
         )
 
     def relay_items(self) -> tuple[Item, ...]:
-        """Return a relay's items: process, versions and unacknowledged groups."""
+        """Return what a relay keeps in memory: process, versions and unacknowledged groups."""
         group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
         num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
@@ -224,13 +227,13 @@ class Footprint:
         )
 
     def bytes_per_rollout(self, dtype: str) -> int:
-        """Return the bytes of a full-length rollout: keys, values and float32 logits."""
+        """Return the bytes that a rollout of full length takes: keys, values and float32 logits."""
         facts = self.facts
         per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[dtype]
         return per_token * self.rollout_tokens + 4 * facts.vocab_size
 
     def _held_versions(self, role: Role) -> tuple[Item, ...]:
-        """Return the items that workers and relays share: process and versions."""
+        """Return the items that both workers and relays keep in memory: process and versions."""
         sizes = {"process": PROCESS_BYTES[role], "encoded versions": self._encoded_bytes}
         items = [Item(name=name, num_bytes=size, is_on_gpu=False) for name, size in sizes.items()]
         return (self._versions(KEEP_VERSIONS), *(item for item in items if item.num_bytes))
@@ -266,7 +269,7 @@ class Footprint:
 
     @property
     def _largest_trained(self) -> int:
-        """Return the number of parameters of the largest trained tensor; with an adapter, return 0.
+        """Return the number of parameters in the largest trained tensor. For an adapter, return 0.
 
         An adapter's tensors are too small to count.
         """

@@ -23,7 +23,7 @@ VOCAB_CHUNK = 8192
 """Number of columns of logits that exist at once. kernels/logprob.py has the same value, but
 importing that module would load torch."""
 MIN_SAVED = 0.2
-"""Smallest share of tokens that sharing a prompt must save (algo/batching.py)."""
+"""Sharing a prompt must save at least this share of a row's tokens (algo/batching.py)."""
 SIZES_PER_OCTAVE = 16
 """Number of row sizes between N and 2 N tokens, as in algo/row_sizes.py."""
 NUM_ROW_SIZES = 16
@@ -72,7 +72,7 @@ class _Pass:
     num_scored: int
     """Number of completion tokens, for which the head computes logits."""
     mask_bytes: int
-    """Bytes of the attention masks, which all layers share. They exist if rollouts share a prompt
+    """Bytes of the attention masks, which all layers share. Masks exist if rollouts share a prompt
     on a CPU."""
     is_only: bool
     """Whether the step has only this micro-batch. Then no gradients exist before its backward
@@ -81,7 +81,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFootprint:
-    """Computes the bytes of a learner's step in the trained model's memory."""
+    """Computes the bytes that a learner's step takes in the memory that holds the trained model."""
 
     config: Config
     facts: ModelFacts
@@ -150,18 +150,22 @@ class StepFootprint:
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
 
     def fullest_moment(self) -> dict[str, int]:
-        """Return the step's bytes besides the model at the moment of the largest sum, by name."""
+        """Return the step's bytes at the moment when they are most, without the model's bytes.
+
+        The dict maps each item's name to its bytes.
+        """
         moments = list(self._moments())
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
 
     def _moments(self) -> Iterator[dict[str, int]]:
-        """Yield the step's bytes besides the model at several moments, by name.
+        """Yield the step's bytes at several moments, without the model's bytes.
 
-        One of these moments needs the most memory. The first micro-batch starts without gradients.
-        When the backward pass reaches the last layer, the head's gradient exists. When the backward
-        pass reaches the first layer, all gradients exist except the gradients of this layer. In
-        later micro-batches, all gradients exist from the start.
+        Each dict maps an item's name to its bytes. One of these moments needs the most memory. The
+        first micro-batch starts without gradients. When the backward pass reaches the last layer,
+        the head's gradient exists. When the backward pass reaches the first layer, all gradients
+        exist except the gradients of this layer. In later micro-batches, all gradients exist from
+        the start.
 
         A tied head's gradient is kept in the compute type until the embedding's gradient exists.
         Then both gradients are added to the float32 gradient. In float32 on a CPU, a tied embedding
@@ -281,7 +285,7 @@ class StepFootprint:
 
     @property
     def _passing_bytes(self) -> int:
-        """Return the bytes of gradients inside a layer during its backward pass.
+        """Return the bytes that gradients take inside a layer during its backward pass.
 
         The result is the larger of two sizes: two tensors of the MLP's inner width, or the
         gradients of a norm. On a GPU the result is 0, because the gradients reuse the memory of the
@@ -295,7 +299,7 @@ class StepFootprint:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes that a CPU caches for bfloat16 products.
+        """Bytes that a CPU keeps in caches to speed up bfloat16 products.
 
         For each row size, the CPU keeps a copy of one layer's weights and of one chunk of the
         head's columns.
@@ -325,7 +329,7 @@ class StepFootprint:
         return max(layer, max(self._head_bytes()) + head, gathered)
 
     def _head_bytes(self) -> tuple[int, int]:
-        """Return the bytes for log-probabilities in the forward and the backward pass.
+        """Return the bytes that log-probabilities need in the forward and in the backward pass.
 
         kernels/torch_kernels.py holds:
 
