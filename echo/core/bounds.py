@@ -34,13 +34,14 @@ MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 # --- lengths of collections ----------------------------------------------------------------------
 
 MAX_LEASES = 1 << 14
-"""Largest number of leases in one message and of one worker."""
+"""Largest number of leases in one message, and of leases that one worker holds."""
 MAX_RANGES = 1 << 16
-"""Largest number of chunk ranges in one Fetch. A later Fetch requests further ranges."""
+"""Largest number of chunk ranges in one Fetch. If more ranges are needed, a later Fetch requests
+them."""
 MAX_NODES = 1 << 10
 """Largest number of nodes in one field of a message, such as the parents of a plan."""
 MAX_NAMES = 1 << 10
-"""Largest number of entries in a mapping by name, such as counters or settings."""
+"""Largest number of entries in a mapping whose keys are names, such as counters or settings."""
 MAX_MEMBERS = 1 << 16
 """Largest number of rollouts in a group. The configuration has the same limit."""
 MAX_TOKENS = 1 << 24
@@ -63,7 +64,8 @@ Key: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 GroupId: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 10)]
-"""Index of a lease among its group's leases. A group ends untrained after some twenty leases."""
+"""Position of a lease among all leases of its group. A group ends untrained after some twenty
+leases."""
 Seed: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -100,14 +102,15 @@ MAX_CONNECTIONS = 8
 """Largest number of connections to one parent for chunks. More connections did not increase the
 rate."""
 ONE_CONNECTION_RTT_S = 0.045
-"""Largest round-trip time at which one connection with a 4 MiB buffer reaches 500 Mbit/s."""
+"""Largest round-trip time, in seconds, at which one connection with a 4 MiB buffer reaches 500
+Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
-"""Increase of the round-trip time for which one more connection is used. A link with 100 ms gets 6
-connections, which fill 1 Gbit/s. Fewer connections do not fill the link. With 8 connections the
-link drops packets."""
+"""For each such increase of the round-trip time, in seconds, one more connection is used. A link
+with 100 ms gets 6 connections, which fill 1 Gbit/s. Fewer connections do not fill the link. With 8
+connections the link drops packets."""
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:
-    """Return the number of connections for a round-trip time, at most `most`."""
+    """Return how many connections a link with this round-trip time needs, but at most `most`."""
     more = math.ceil((rtt_s - ONE_CONNECTION_RTT_S) / RTT_PER_CONNECTION_S)
     return min(most, max(1, 1 + more))

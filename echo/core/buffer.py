@@ -1,4 +1,4 @@
-"""Defines the rollout buffer: accepted groups within the staleness bound, oldest first.
+"""Defines the rollout buffer. It holds accepted groups within the staleness bound, oldest first.
 
 The buffer enforces promise 1: `take` returns only groups whose oldest trainable token has staleness
 <= S at the step, where S is max_staleness. `evict` removes all other groups, each with a reason.
@@ -16,7 +16,7 @@ from echo.core.rollout import Group, Lineage, find_fault, trim_stale
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A group that was removed from the buffer untrained."""
+    """A group that was removed from the buffer before it was trained on."""
 
     group: Group
     reason: str
@@ -39,12 +39,13 @@ class StalenessBuffer:
         """
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0
-        """Tokens that this buffer has masked because they became stale."""
+        """Number of stale tokens that this buffer has masked in groups that it kept."""
         self.num_too_old_tokens = 0
-        """Tokens that this buffer has masked or removed because they became stale."""
+        """Number of stale tokens that this buffer has masked, or has removed with their groups."""
         self.max_staleness = max_staleness
         self.admission_staleness = max_staleness
-        """The bound for granting new leases; lowering it does not affect groups in the buffer."""
+        """The staleness bound for new leases. A lower bound does not affect groups in the
+        buffer."""
         self.lineages = tuple(lineages)
         self._groups: dict[int, Group] = {}
         self._taken_at = -1
@@ -60,7 +61,7 @@ class StalenessBuffer:
         return group_id in self._groups
 
     def num_unspent(self, *, step: int) -> int:
-        """Return the number of groups in the buffer and in the present step.
+        """Return the number of groups in the buffer and in the present step together.
 
         The groups of the present step were taken from the buffer at `step`. Admission adds this
         number to the number of groups of completed steps.
@@ -145,7 +146,7 @@ class StalenessBuffer:
             self.put(group)
 
     def clear(self) -> list[Group]:
-        """Remove and return all groups, at the end of a run."""
+        """Remove and return all groups. This happens at the end of a run."""
         groups = list(self._groups.values())
         self._groups.clear()
         return groups

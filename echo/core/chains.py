@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 Branches: TypeAlias = npt.NDArray[np.int32]
 """[K, 2] (start, after), ordered by start: the place where a piece starts, and the place of the
-previous token. The first piece starts at 0 after the prompt and is not listed."""
+token that the piece continues. The first piece starts at 0 after the prompt and is not listed."""
 
 Run = tuple[int, int]
 """Consecutive tokens: the place of the first token, and the place after the last token."""
@@ -37,16 +37,16 @@ class Piece(NamedTuple):
     end: int
     """The place after the last token."""
     after: int
-    """The place of the token before the piece's first token."""
+    """The place of the token that the piece's first token follows."""
 
 
 def no_branches() -> Branches:
-    """Return the empty branches of a rollout with a single chain."""
+    """Return an array without branches, for a rollout with a single chain."""
     return np.empty((0, 2), np.int32)
 
 
 def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
-    """Return the error in a completion's branches, or None.
+    """Return the error in a completion's branches. Return None if there is no error.
 
     A branch may follow a token of the prompt. The prompt's length is not checked.
     """
@@ -66,7 +66,7 @@ def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
 
 
 def predecessors(branches: Branches, *, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Return the place of each completion token's previous token, [T]."""
+    """Return, for each completion token, the place of the token that it follows, [T]."""
     before = np.arange(-1, num_tokens - 1)
     before[branches[:, 0]] = branches[:, 1]
     return before
@@ -83,11 +83,11 @@ class HasBranches(Protocol):
 
 
 class Tree:
-    """The pieces of a completion, and the previous tokens of each piece."""
+    """The pieces of a completion, and the tokens that precede each piece."""
 
     @classmethod
     def of(cls, rollout: HasBranches, *, num_prompt: int) -> Self:
-        """Return the tree of a rollout after a prompt of `num_prompt` tokens."""
+        """Return the tree of a rollout. The rollout's prompt has `num_prompt` tokens."""
         return cls(rollout.branches, num_tokens=rollout.num_tokens, num_prompt=num_prompt)
 
     def __init__(self, branches: Branches, *, num_tokens: int, num_prompt: int) -> None:

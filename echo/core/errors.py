@@ -50,7 +50,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class ForgedError(RemoteProtocolError):
-    """A peer forwarded a message or chunk without a valid signature or seal of its origin."""
+    """A peer forwarded a message or chunk that its origin has not validly signed or sealed."""
 
 
 class TransportError(EchoError):
@@ -62,7 +62,7 @@ class StorageError(EchoError):
 
 
 class RefusedError(EchoError):
-    """The learner refused this node for good. A retry would be refused, too."""
+    """The learner refused this node for good. It would also refuse a retry."""
 
 
 class PlanError(EchoError):
@@ -78,7 +78,7 @@ class RankError(EchoError):
 
 
 class DivergedError(EchoError):
-    """The policy has diverged, and the user's settings end the training."""
+    """The policy has diverged, and the user's settings require that the training ends."""
 
     def __init__(self, text: str, *, good_step: int) -> None:
         super().__init__(text)
@@ -86,11 +86,11 @@ class DivergedError(EchoError):
 
 
 class RolledBackError(EchoError):
-    """The learner must resume from a checkpoint before a divergence."""
+    """The learner must resume from a checkpoint that was written before a divergence."""
 
 
 def in_one(what: str, problems: Iterable[str]) -> str:
-    """Return an error message that lists the distinct problems of `what`."""
+    """Return one error message that lists the distinct problems of `what`."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]

@@ -28,7 +28,10 @@ STAMP = ".echo-setup"
 
 
 def version() -> str:
-    """Return Echo's name and version. Another package called echo cannot change the result."""
+    """Return Echo's name and version.
+
+    Another installed package called echo cannot change the result.
+    """
     # In a checkout echo/__init__.py is ours, and newer than the metadata of an earlier
     # installation. Among installed packages, another package called echo may have overwritten it.
     if not (CHECKOUT / "pyproject.toml").exists():
@@ -40,7 +43,7 @@ def version() -> str:
 
 
 def program(name: str) -> str:
-    """Return the path of an Echo program; the path is relative if possible."""
+    """Return the path of a program of Echo. If possible, the path is relative."""
     own, near = CHECKOUT / "bin" / name, Path("bin") / name
     if not own.exists():
         return name
@@ -79,7 +82,7 @@ def models_directory() -> Path:
 
 
 def find_config(name: str) -> Path:
-    """Return the path of an example configuration, from ./configs or the package.
+    """Return the path of an example configuration, found in ./configs or in the package.
 
     Raises:
         ConfigError: if this installation does not include the configuration.
@@ -91,7 +94,7 @@ def find_config(name: str) -> Path:
 
 
 def find_lock() -> Path:
-    """Return the file with the tested versions of all packages.
+    """Return the path of the file that lists the tested versions of all packages.
 
     Raises:
         ConfigError: if this installation does not include the file.

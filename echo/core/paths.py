@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 MAX_FILE_NAME_BYTES = 255
-"""Largest length of a file name, in bytes, that every file system allows."""
+"""Length in bytes of the longest file name that every file system allows."""
 
 
 def local_path(name: str | Path) -> Path:

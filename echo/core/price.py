@@ -15,7 +15,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     per_gb: Money = 0.0
     """$ per 1e9 bytes in and out of the machine."""
     losses_per_h: Money = 0.0
-    """Expected number of preemptions per hour of a spot machine like this machine."""
+    """Expected number of preemptions per hour. It applies to spot machines like this machine."""
 
     def __post_init__(self) -> None:
         """Refuse prices outside the allowed range. Prices may come from peers."""

@@ -14,7 +14,7 @@ class Record(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True)
     """An event of the run, as the ledger stores it."""
 
     at: float = 0.0
-    """Unix time of the event in seconds; `append` replaces 0 by the present time."""
+    """Unix time of the event in seconds. If it is 0, `append` replaces it by the present time."""
 
 
 class Granted(Record, tag="granted"):
@@ -26,7 +26,8 @@ class Granted(Record, tag="granted"):
     version: PolicyVersion | None = None
     """The version that the worker had installed when the lease was granted."""
     copy_of: int | None = None
-    """The number of the attempt that this lease duplicates on a faster worker, or None."""
+    """The number of the attempt that this lease repeats on a faster worker. None if it repeats
+    none."""
 
 
 class Cancelled(Record, tag="cancelled"):
@@ -36,11 +37,11 @@ class Cancelled(Record, tag="cancelled"):
     attempt: int
     worker: str
     tokens: int
-    """Number of sampled tokens in the worker's last report on this lease."""
+    """Number of tokens that the worker had sampled for this lease, according to its last report."""
 
 
 class Refused(Record, tag="refused"):
-    """The result of a lease was refused. Its group is granted again."""
+    """The result of a lease was refused. The lease's group is granted again."""
 
     group: int
     attempt: int
@@ -49,7 +50,7 @@ class Refused(Record, tag="refused"):
 
 
 class Discarded(Record, tag="discarded"):
-    """A group ended untrained and will not be granted again."""
+    """A group ended without being trained on, and it will not be granted again."""
 
     group: int
     reason: str

@@ -19,7 +19,7 @@ MAX_PARTS = 32
 """The largest number of parts of a reward."""
 
 _NAME = r"[A-Za-z0-9_.-]{1,64}"
-"""Pattern for the name of a part. A metric's name contains the part's name."""
+"""Pattern that a part's name must match, because names of metrics contain it."""
 
 PartName = Annotated[str, msgspec.Meta(max_length=64)]
 """A part's name in a message. `find_name_fault` checks the characters."""
@@ -31,7 +31,7 @@ class PartedReward(float):
     parts: Mapping[str, float]
 
     def __new__(cls, parts: Mapping[str, float]) -> PartedReward:
-        """Make a number that is the sum of the parts and has the attribute `parts`."""
+        """Make a number that equals the sum of the parts. Its attribute `parts` keeps them."""
         made = super().__new__(cls, math.fsum(parts.values()))
         made.parts = dict(parts)
         return made
@@ -43,7 +43,7 @@ def parts_of(reward: float) -> Mapping[str, float]:
 
 
 def find_name_fault(names: Iterable[object]) -> str:
-    """Return the error in the names of a reward's parts, or ""."""
+    """Return the error in the names of a reward's parts; "" if there is no error."""
     names = list(names)
     if not 0 < len(names) <= MAX_PARTS:
         return f"a reward has 1 to {MAX_PARTS} parts, not {len(names)}"
@@ -54,7 +54,7 @@ def find_name_fault(names: Iterable[object]) -> str:
 
 
 def part_means(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each part over the rewards with this part.
+    """Return the mean of each part, taken over the rewards that have this part.
 
     Of more than MAX_PARTS names, only the first MAX_PARTS in alphabetical order are used.
     """

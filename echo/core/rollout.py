@@ -23,14 +23,14 @@ Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """A non-negative 32-bit integer. A token's version is stored as two such integers."""
 
 KEEP_VERSIONS = 2
-"""Number of whole versions that a node keeps: the version in use and the previous version. Deltas
-need the previous version as their base, and children may still fetch the previous version."""
+"""Number of whole versions that a node keeps: the version in use and the version before it. Deltas
+need the earlier version as their base, and children may still fetch it."""
 
 MAX_UNACKED_GROUPS = 64
-"""Largest number of finished groups that a worker keeps until the learner acknowledges them, and
-that a relay buffers. The number is several times larger than the number of groups in a full engine,
-so that a slow disk does not interrupt sampling. A group takes little memory: 2 MB for 16 rollouts
-of 8192 tokens."""
+"""Largest number of finished groups that the learner has not acknowledged and that a worker or a
+relay keeps. The number is several times larger than the number of groups in a full engine, so that
+a slow disk does not interrupt sampling. A group takes little memory: 2 MB for 16 rollouts of 8192
+tokens."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -59,7 +59,7 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 def is_surviving(version: PolicyVersion, lineages: Sequence[Lineage]) -> bool:
-    """Return whether a version belongs to the history of the last lineage.
+    """Return whether a version belongs to the history that led to the last lineage.
 
     A version exists if its step is at or after its lineage's fork. A version survives if each later
     lineage forked at or after the version's step.
@@ -82,7 +82,7 @@ class Tokens:
     sampler_logprobs: npt.NDArray[np.float32] = field(
         default_factory=lambda: np.empty(0, np.float32)
     )
-    """[T] natural logarithm of each id's probability in the sampled distribution, nats."""
+    """[T] natural logarithm of the probability that each id had when it was sampled, nats."""
     policy_versions: npt.NDArray[np.int32] = field(
         default_factory=lambda: np.empty((0, 2), np.int32)
     )
@@ -114,8 +114,8 @@ class Rollout(Tokens):
     finish_reason: str
     """"stop" (a stop token), "length" (the token limit) or "abort" (cut short)."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The named parts of the reward; empty if the reward has no parts. By default they are the
-    parts of a PartedReward."""
+    """The parts that make up the reward, under their names; empty if the reward has no parts. By
+    default they are the parts of a PartedReward."""
     branches: Branches = field(default_factory=no_branches)
     """[K, 2] the branches between an agent's chains of tokens (core/chains.py). Empty if each token
     follows the previous token."""
@@ -169,7 +169,7 @@ def _distinct(rows: npt.NDArray[np.int32]) -> list[PolicyVersion]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one prompt, which are leased, delivered and admitted together."""
+    """The rollouts of one prompt. They are leased, delivered and admitted together."""
 
     group_id: int
     """Serial number of the group in the run. If a prompt is drawn twice, there are two groups."""
@@ -180,7 +180,7 @@ class Group:
     """[P] prompt token ids."""
     rollouts: tuple[Rollout, ...]
     is_trimmed: bool = False
-    """Whether tokens were masked after the group was stored (`trim_stale`)."""
+    """Whether `trim_stale` has masked tokens after the group was stored."""
     versions: tuple[PolicyVersion, ...] = field(init=False)
     """The distinct versions that sampled the group's trainable tokens, oldest first."""
 
@@ -234,7 +234,7 @@ class Group:
 
 
 def scored_part(group: Group) -> Group | None:
-    """Return a group without the rollouts that the task could not score.
+    """Return a copy of a group that omits the rollouts that the task could not score.
 
     Returns:
         The group. If rollouts were left out and fewer than two remain, the result is None, because
@@ -247,7 +247,7 @@ def scored_part(group: Group) -> Group | None:
 
 
 def staleness_of(group: Group, *, step: int) -> int:
-    """Return the staleness of a group at a step of the learner.
+    """Return how stale a group is when the learner is at a given step.
 
     The staleness is `step` minus the step of the version that sampled the oldest trainable token.
 
@@ -261,7 +261,7 @@ def staleness_of(group: Group, *, step: int) -> int:
 
 
 def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
-    """Return a copy of a group in which tokens beyond the staleness bound are masked.
+    """Return a copy of a group in which all tokens beyond the staleness bound are masked.
 
     A rollout that continues after a change of weights may have such tokens.
 
@@ -284,7 +284,10 @@ def trim_stale(group: Group, *, step: int, max_staleness: int) -> Group | None:
 def find_fault(
     group: Group, *, step: int, max_staleness: int, lineages: Sequence[Lineage]
 ) -> str | None:
-    """Return the reason why a group must not be trained at a step, or None."""
+    """Return the reason why a group must not be trained on at a given step.
+
+    Return None if it may.
+    """
     versions = group.versions
     if not versions:
         return "no_trainable_token"
@@ -298,8 +301,8 @@ def find_fault(
 
 
 MAX_LOGPROB = 1e-3
-"""Largest valid log-probability. It is above 0, because rounding makes some values slightly
-positive."""
+"""Largest log-probability that is accepted. It is above 0, because rounding makes some values
+slightly positive."""
 
 
 StaleTokens = Literal["keep", "mask", "drop"]
@@ -316,7 +319,7 @@ class PartialRollout(Tokens):
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """The distinct versions of the answer's tokens, oldest first.
+        """The distinct versions that sampled the answer's tokens, oldest first.
 
         Versions of masked tokens are included.
         """
@@ -336,7 +339,7 @@ class PartialRollout(Tokens):
         support: TokenSets | None = None,
         likely: TokenSets | None = None,
     ) -> PartialRollout:
-        """Return a copy of the answer with one more segment of tokens.
+        """Return a copy of the answer to which one more segment of tokens is appended.
 
         After a segment with the `finish_reason` "abort" the answer is still unfinished.
         """
@@ -362,13 +365,13 @@ class PartialRollout(Tokens):
         return PartialRollout(num_segments=self.num_segments)
 
     def without(self, is_stale: npt.NDArray[np.bool_]) -> PartialRollout:
-        """Return a copy of the answer with stale tokens masked."""
+        """Return a copy of the answer in which the stale tokens are masked."""
         if not (self.completion_mask & is_stale).any():
             return self
         return replace(self, completion_mask=self.completion_mask & ~is_stale)
 
     def rollout(self, reward: float, *, stale_tokens: StaleTokens) -> Rollout:
-        """Return the finished answer as a rollout with this reward.
+        """Return the finished answer as a rollout that has this reward.
 
         If `stale_tokens` is "mask", only tokens that the last token's version sampled stay
         trainable.

@@ -1,4 +1,4 @@
-"""Defines state tables: a move for each pair of a state and a kind of event.
+"""Defines state tables. A table has a move for each pair of a state and a kind of event.
 
 A move changes the state, ignores the event, or declares the event impossible. If an impossible
 event occurs, this node has a bug.
@@ -16,7 +16,7 @@ State = TypeVar("State", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move(Generic[State]):
-    """The effect of an event in a state."""
+    """What an event does in a state."""
 
     then: State | None = None
     """The next state; None if the state does not change."""

@@ -1,4 +1,4 @@
-"""Provides deadlines, pacing and bounded maps for thousands of nodes.
+"""Provides deadlines, limits on how often work runs, and bounded maps, for thousands of nodes.
 
 * `Paced` limits how often the learner does work on all nodes, such as granting leases and planning
   links. Nearly every message requests such work. In a small fleet, the work is done at once. In a
@@ -48,7 +48,7 @@ class RecentMap(Generic[RecentKey, Value]):
         return self._entries.get(key)
 
     def as_dict(self) -> dict[RecentKey, Value]:
-        """Return the entries as a dict, in the order of writing."""
+        """Return the entries as a dict, in the order in which they were written."""
         return dict(self._entries)
 
     def discard(self, key: RecentKey) -> None:
@@ -62,18 +62,18 @@ class RecentMap(Generic[RecentKey, Value]):
 
 
 MANY_NODES = 64
-"""Largest number of nodes for which `Paced` never delays the work."""
+"""If a fleet has at most this many nodes, `Paced` never delays the work."""
 
 MINUTE_S = 60.0
 MAX_LINES = 100
-"""Largest number of lines per minute for all peers together. A limit per peer is not sufficient,
-because a peer can invent names."""
+"""Largest number of log lines per minute for all peers together. A limit per peer is not
+sufficient, because a peer can invent names."""
 
 Key = TypeVar("Key")
 
 
 def earliest(*instants: float | None) -> float | None:
-    """Return the earliest instant; ignore None.
+    """Return the earliest of the instants that are not None.
 
     The result is None if all instants are None.
     """
@@ -88,7 +88,7 @@ class Paced:
     """Work that is requested often but done at a limited rate."""
 
     def __init__(self, node_s: float) -> None:
-        """Start without a requested run.
+        """Start in a state in which no run of the work is requested.
 
         Args:
             node_s: seconds per node. In a large fleet, the interval between two runs is at least
@@ -112,17 +112,17 @@ class Paced:
         return False
 
     def want(self, *, now: float) -> None:
-        """Request a run of the work. A pending request keeps its deadline."""
+        """Request a run of the work as soon as possible. A pending request keeps its deadline."""
         if self.deadline is None:
             self.deadline = now
 
     def is_due(self, *, now: float) -> bool:
-        """Return whether a requested run has reached its deadline."""
+        """Return whether a run of the work is requested and its deadline has passed."""
         return self.deadline is not None and now >= self.deadline
 
 
 class OncePerMinute:
-    """Limits log lines: per minute, one for each peer and reason, and MAX_LINES in total.
+    """Limits the number of log lines per minute: one for each peer and reason, MAX_LINES in total.
 
     The next line for the same peer and reason contains the number of omitted lines.
     """
@@ -158,14 +158,14 @@ class DeadlineOwner(Protocol[Item]):
 
 
 class Deadlines(Generic[Key]):
-    """Orders items by deadline; deadlines may move to later instants.
+    """Orders items by their deadlines. A deadline may move to a later instant.
 
     When a stored deadline is the earliest, the owner provides the item's current deadline. A later
     deadline replaces the stored deadline. A deadline must not move to an earlier instant.
     """
 
     def __init__(self, owner: DeadlineOwner[Key]) -> None:
-        """Make an empty collection. `owner` returns the current deadlines."""
+        """Make an empty collection. `owner` is asked for the current deadlines of items."""
         self._owner = owner
         self._heap: list[tuple[float, int, Key]] = []
         self._serial = 0
@@ -179,7 +179,7 @@ class Deadlines(Generic[Key]):
 
     @property
     def first(self) -> float | None:
-        """Return the earliest deadline of all items; None without items."""
+        """Return the earliest deadline of all items; None if there are no items."""
         heap = self._heap
         while heap:
             at, serial, item = heap[0]
@@ -193,7 +193,10 @@ class Deadlines(Generic[Key]):
         return None
 
     def take_due(self, *, now: float) -> list[Key]:
-        """Remove and return the items with reached deadlines, in order of their deadlines."""
+        """Remove the items whose deadline has passed.
+
+        Return them in the order of their deadlines.
+        """
         due = []
         while (first := self.first) is not None and first <= now:
             due.append(heapq.heappop(self._heap)[2])

@@ -27,17 +27,18 @@ MAX_SET_IDS = 1 << 14
 """The largest number of ids in a set. A larger set is not recorded; its size is TOO_LARGE."""
 
 NOT_RECORDED = 0
-"""The size of a set that was not recorded: every id could be drawn, or no id was sampled."""
+"""The size of a set that was not recorded, because every id could be drawn or because no id was
+sampled."""
 
 TOO_LARGE = -1
 """The size of a set with more than MAX_SET_IDS ids. Such a set is sent without its ids."""
 
 MAX_LACKING_IDS = 1 << 10
-"""The largest number of missing ids, for a set that is recorded by its missing ids."""
+"""A set may instead be recorded by the ids that it lacks. This is their largest number."""
 
 
 def size_lacking(num_ids: int) -> int:
-    """Return the entry of `sizes` for a set whose `num_ids` >= 1 missing ids are recorded."""
+    """Return the entry of `sizes` for a set that is recorded by its `num_ids` >= 1 missing ids."""
     return TOO_LARGE - num_ids
 
 
@@ -46,13 +47,14 @@ class TokenSets:
     """A set of token ids for each of the T tokens of a rollout."""
 
     sizes: npt.NDArray[np.int32]
-    """[T] number of ids of each set. For a set without recorded ids the value is NOT_RECORDED or
-    TOO_LARGE. For a set that is recorded by its n missing ids the value is `size_lacking(n)`."""
+    """[T] number of ids in each set. For a set without recorded ids the value is NOT_RECORDED or
+    TOO_LARGE. For a set that is recorded by the n ids that it lacks, the value is
+    `size_lacking(n)`."""
     ids: npt.NDArray[np.int32]
     """[M] the ids of all sets in the order of the tokens, ascending within a set."""
     logprobs: npt.NDArray[np.float32] | None = None
-    """[M] log-probability of each id in the sampled distribution, nats; None if only the ids are
-    recorded."""
+    """[M] log-probability that each id had when the token was sampled, nats; None if only the ids
+    are recorded."""
 
     def __post_init__(self) -> None:
         """Check the types, sizes and values of the arrays.
@@ -90,7 +92,7 @@ class TokenSets:
 
     @property
     def lacks(self) -> npt.NDArray[np.bool_]:
-        """Whether a token's recorded ids are the missing ids of the token's set, [T]."""
+        """Whether the ids that are recorded for a token are those that its set lacks, [T]."""
         return self.sizes < TOO_LARGE
 
     @property
@@ -110,7 +112,10 @@ class TokenSets:
         )
 
     def within(self, max_ids: int) -> TokenSets:
-        """Return a copy in which sets with more than `max_ids` ids become TOO_LARGE."""
+        """Return a copy without the ids of sets with more than `max_ids` ids.
+
+        Their size is TOO_LARGE.
+        """
         # A mask over the ids: those of a set that is kept.
         is_kept = np.repeat(self.sizes <= max_ids, self.counts)
         return TokenSets(
@@ -120,7 +125,7 @@ class TokenSets:
         )
 
     def includes(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return whether each token's id is in the token's set, [T].
+        """Return, for each token, whether the token's set contains the token's id, [T].
 
         The result is True for a token without recorded ids.
         """
@@ -132,12 +137,12 @@ class TokenSets:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """The token's index for each recorded id, [M]."""
+        """For each recorded id, the index of the token to which it belongs, [M]."""
         return np.repeat(np.arange(self.num_tokens), self.counts)
 
 
 def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
-    """Return sets without recorded ids for `num_tokens` tokens.
+    """Return the sets of `num_tokens` tokens. No set has recorded ids.
 
     If `with_logprobs`, the result has an empty array of log-probabilities.
     """
@@ -149,7 +154,7 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return the sets of `of` tokens; `ids` are missing in the first `num_tokens` sets.
+    """Return the sets of `of` tokens. Each of the first `num_tokens` sets has all ids except `ids`.
 
     The other sets are not recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
     """
@@ -161,7 +166,7 @@ def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSet
 
 
 def join_sets(parts: Sequence[tuple[TokenSets | None, int]]) -> TokenSets | None:
-    """Return the sets of all tokens of consecutive parts of a rollout.
+    """Join the sets of consecutive parts of a rollout. Return the sets of all tokens.
 
     Each part is a pair: sets, and the number of tokens. If the sets are None, the part counts as
     not recorded. If no part has sets, the result is None.

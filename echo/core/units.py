@@ -1,4 +1,4 @@
-"""Converts durations and sizes from and to text, and cleans texts for display.
+"""Converts durations and sizes from text and to text, and cleans texts for display.
 
 Sizes are exact integers, and printed in binary units (KiB, MiB, ...), because memory and chunk
 sizes are powers of two. Ambiguous units are refused: "5m" may be minutes or months, "8G" may be
@@ -25,7 +25,7 @@ DURATION_UNITS: dict[str, Fraction] = {
     "h": Fraction(3600),
     "d": Fraction(86400),
 }
-"""Seconds per unit, smallest first."""
+"""Seconds in each unit of time, smallest first."""
 
 SIZE_UNITS: dict[str, int] = {
     "B": 1,
@@ -39,13 +39,14 @@ SIZE_UNITS: dict[str, int] = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-"""Bytes per unit."""
+"""Bytes in each unit of size."""
 
 MAX_DURATION_S = 10_000 * 86400.0
-"""Largest duration: about 27 years. Every clock, timer and message can represent it."""
+"""Largest duration that is accepted: about 27 years. Every clock, timer and message can represent
+it."""
 MAX_SIZE_BYTES = 10**6 * 2**40
-"""Largest size: above the size of any disk, and within the range of system calls, messages and
-databases."""
+"""Largest size that is accepted. It exceeds the size of any disk. System calls, messages and
+databases can represent it."""
 
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _QUANTITY = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[A-Za-z]+)")
@@ -125,7 +126,7 @@ def _show(value: object) -> str:
 
 
 def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ") -> str:
-    """Return an amount as text, in the largest unit that is at most the amount."""
+    """Return an amount as text. The unit is the largest that does not exceed the amount."""
     if amount < 0:
         return f"-{_format(-amount, units, space)}"
     index = max((i for i, (_, factor) in enumerate(units) if amount >= factor), default=0)
@@ -137,7 +138,7 @@ def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ")
 
 
 def _three_digits(value: float) -> str:
-    """Return a number as text with three digits; all digits before the decimal point are kept."""
+    """Return a number as text with three digits, but never cut digits before the decimal point."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -149,7 +150,7 @@ def without_secrets(text: str) -> str:
 
 
 def without_keys(text: str) -> str:
-    """Return a text without the keys after its addresses.
+    """Return a text from which the keys after all addresses are removed.
 
     The keys are public, but readers of a log do not need them.
     """
@@ -169,4 +170,4 @@ def one_line(text: str) -> str:
 
 
 GIGABYTE = 1e9
-"""Number of bytes in a gigabyte, as providers bill traffic."""
+"""Number of bytes in a gigabyte. Providers bill traffic in this unit."""

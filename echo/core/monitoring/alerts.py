@@ -1,4 +1,4 @@
-"""Decides from metrics and facts on a run which alerts are raised and cleared.
+"""Decides which alerts are raised and cleared. Decisions use a run's metrics and other facts on it.
 
 A condition is, for example, an entropy below its limit. An episode is a period in which the
 condition holds. The start of an episode raises an alert, and the end clears the alert. Two alerts
@@ -27,9 +27,10 @@ AlertKind = Literal[
 DIVERGENCES: frozenset[AlertKind] = frozenset({"reward", "entropy", "ess"})
 
 REPEAT_S = 600.0
-"""Smallest number of seconds between two alerts of the same condition."""
+"""After an alert, the same condition causes no further alert for this many seconds."""
 NUM_REWARDS = 10
-"""Number of steps whose mean reward is compared with the best earlier mean."""
+"""Number of steps over which a mean reward is computed. It is compared with the best earlier
+mean."""
 NUM_VALUES = 5
 """Number of steps over which the medians of entropy and effective sample size are computed."""
 
@@ -39,7 +40,7 @@ class AlertLimits:
     """The limits of the conditions. None switches a condition off."""
 
     reward_drop: float | None = None
-    """Allowed fall of the mean reward of NUM_REWARDS steps below the best earlier mean."""
+    """How far the mean reward of NUM_REWARDS steps may fall below the best earlier mean."""
     min_entropy: float | None = None
     min_ess: float | None = None
     stall_s: float | None = None
@@ -66,7 +67,7 @@ class Alert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts on a run for a periodic check. An unknown value is None."""
+    """Facts on a run that a periodic check reads. An unknown value is None."""
 
     step: int
     activity: str
@@ -114,7 +115,7 @@ class AlertRules:
             self._note_best(earlier, reward, at)
 
     def _note_best(self, window: deque[float], reward: float, step: int) -> None:
-        """Append a step's reward to a window; update the best mean reward."""
+        """Append a step's reward to a window. If the window's mean is the best so far, keep it."""
         if not math.isfinite(reward):
             return
         window.append(reward)
@@ -140,7 +141,7 @@ class AlertRules:
             yield Alert(kind=kind, step=step, text=f"cleared: {text}", is_cleared=True)
 
     def stepped(self, step: int, row: Mapping[str, Any], *, now: float) -> list[Alert]:
-        """Return the alerts after optimizer step `step`, from its row of metrics."""
+        """Return the alerts that the row of metrics of optimizer step `step` causes."""
         waited_s, self._stepped_at = now - self._stepped_at, now
         found = [
             *self._found(
@@ -208,11 +209,11 @@ class AlertRules:
         )
 
     def failed(self, step: int, text: str, *, now: float) -> list[Alert]:
-        """Return the alert for NaN or infinity in gradients or weights after a step."""
+        """Return the alert that a step raises if gradients or weights contain NaN or infinity."""
         return list(self._found("nonfinite", is_bad=True, step=step, text=text, now=now))
 
     def check(self, facts: RunFacts, *, now: float) -> list[Alert]:
-        """Return the alerts for time, costs and disk."""
+        """Return the alerts that elapsed time, costs and disk space cause."""
         limits, step, found = self._limits, facts.step, list[Alert]()
         waited_s = now - self._stepped_at
         if limits.stall_s is not None and waited_s >= limits.stall_s:

@@ -1,4 +1,4 @@
-"""Defines the counters of a node, and the learning curve of a resumed run.
+"""Defines the counters that a node keeps, and the learning curve that a resumed run shows.
 
 Metric names follow the field: `reward/mean`, `staleness/{mean,max}`, `time/{step,train,...}`,
 `learner/idle_ratio`, `perf/tokens_per_s`, `broadcast/{bytes,seconds,goodput}` and so on.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Counters:
-    """Counters by name. A counter never decreases.
+    """A node's counters, each with a name. A counter never decreases.
 
     A counter exists after its first `add`.
     """
@@ -26,13 +26,13 @@ class Counters:
         return self._counts.get(name, 0)
 
     def as_dict(self) -> dict[str, float]:
-        """Return a copy of all counts, sorted by name."""
+        """Return a copy of all counts, sorted by the counters' names."""
         return dict(sorted(self._counts.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """Facts about a worker for the worker's status line."""
+    """Facts about a worker that the worker's status line shows."""
 
     version: str
     """Installed policy version, as text."""
@@ -44,7 +44,7 @@ class WorkerView:
 
 
 def held_out(is_rate: bool) -> str:
-    """Return the label for the mean reward of held-out prompts.
+    """Return the name under which views show the mean reward of held-out prompts.
 
     Args:
         is_rate: whether every reward is 0 or 1.
@@ -57,7 +57,7 @@ class LearningCurve:
     """The learning curve of a resumed run, up to the step of the resume."""
 
     rewards: Mapping[int, float]
-    """Mean reward by step."""
+    """The mean reward of each step."""
     evaluations: tuple[tuple[int, float, float], ...]
     """One tuple per evaluation: step, mean reward of sampled answers, mean reward of greedy
     answers."""

@@ -25,16 +25,16 @@ class TextSample:
 MAX_SAMPLES = 16
 """Largest number of samples of one step or evaluation."""
 COLUMNS = ("kind", "reward", "source", "prompt", "completion")
-"""Columns of a table of samples, in order. Each is a field of TextSample."""
+"""The columns of a table of samples, in this order. Each is a field of TextSample."""
 
 
 def table_of(samples: Sequence[TextSample]) -> list[list[str | float]]:
-    """Return samples as rows of a table with the columns COLUMNS."""
+    """Return a table that has a row for each sample, and the columns COLUMNS."""
     return [[getattr(sample, column) for column in COLUMNS] for sample in samples]
 
 
 def spread_over(ranked: Sequence[Ranked], number: int) -> list[Ranked]:
-    """Return `number` evenly spaced elements, including the first and the last.
+    """Return `number` evenly spaced elements of `ranked`, including the first and the last.
 
     If there are fewer elements, return all of them.
     """

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z = 1.959964
-"""Number of standard deviations around the mean that contain 95 % of a normal distribution."""
+"""95 % of a normal distribution lie within this many standard deviations of its mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate from one value per prompt; NaN without values."""
+        """Return the estimate that one value per prompt gives. Without values, it is NaN."""
         number = len(values)
         if not number:
             return cls(math.nan, math.nan, math.nan)
@@ -61,7 +61,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The rewards of K answers to each of P prompts."""
+    """The rewards of P prompts. Each prompt has K answers."""
 
     by_prompt: tuple[tuple[float, ...], ...]
     """The rewards of each prompt's answers. Answers that the task could not score are left out."""
@@ -70,12 +70,12 @@ class PromptScores:
 
     @property
     def rewards(self) -> list[float]:
-        """All rewards, prompt by prompt."""
+        """All rewards in one list, prompt by prompt."""
         return [reward for prompt in self.by_prompt for reward in prompt]
 
     @property
     def is_rate(self) -> bool:
-        """Whether every reward is 0 or 1. A reward of 1 is then a right answer."""
+        """Whether every reward is 0 or 1. Then a reward of 1 means a right answer."""
         return all(reward in (0.0, 1.0) for reward in self.rewards)
 
     @property
@@ -84,7 +84,7 @@ class PromptScores:
         return Estimate.of([math.fsum(each) / len(each) for each in self.by_prompt if each])
 
     def pass_at(self, k: int) -> Estimate:
-        """Return pass@k over prompts with at least k scored answers.
+        """Return pass@k, computed from the prompts that have at least k scored answers.
 
         Rewards must be 0 or 1.
         """

@@ -26,51 +26,53 @@ request."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """The learner's facts about a node."""
+    """What the learner knows about a node."""
 
     node_id: str
     role: str
     """"learner", "relay" or "worker"."""
     state: str
-    """A word or short phrase: "training", "generating", "fetching v17 63%", "waiting", "lost"."""
+    """The node's state in a few words: "training", "generating", "fetching v17 63%", "waiting",
+    "lost"."""
     hold: str = ""
-    """The operator's request to the node: "standby", "drain", or "" without a request."""
+    """What the operator has requested of the node: "standby", "drain", or "" if nothing was
+    requested."""
     version: str = "-"
     """Installed policy version, as text."""
     staleness: int | None = None
-    """The learner's step minus the step of the installed version; None without an installed
-    version."""
+    """The learner's step minus the step of the installed version. None if no version is
+    installed."""
     tokens_per_s: float = 0.0
     bytes_per_s: float = 0.0
-    """Weight bytes received per second over the last seconds."""
+    """Bytes of weights that the node received in the last seconds, per second."""
     bytes_sent_per_s: float = 0.0
-    """Weight bytes sent per second over the last seconds."""
+    """Bytes of weights that the node sent in the last seconds, per second."""
     downlink_bytes_per_s: float | None = None
     uplink_bytes_per_s: float | None = None
     """Measured rate of the node's uplink. `downlink_bytes_per_s` is the measured rate of the
-    downlink. None before a measurement."""
+    downlink. Both are None before a measurement."""
     rtt_s: float | None = None
     """Round-trip time to the node's parent, seconds; None before a measurement."""
     fetching: str | None = None
-    """The version that the node fetches, as text; None without a transfer."""
+    """The version that the node is fetching now, as text; None if it fetches none."""
     num_chunks_held: int = 0
     num_chunks: int = 0
     num_leases: int = 0
     capacity: int = 0
-    """Number of groups that a worker can hold, running and waiting."""
+    """Number of groups that a worker can hold. Running and waiting groups both count."""
     num_errors: int = 0
     """Number of groups, calls and messages that failed since the node's process started."""
     parent: str = "-"
     """The node from which this node gets weights."""
     price_per_h: float | None = None
-    """$ per hour of the node's machine; None if the node has stated no price."""
+    """Price of the node's machine, $ per hour; None if the node has stated no price."""
     seen_s: float = 0.0
     """Seconds since the learner received the node's last message."""
     mismatch_kl: float | None = None
-    """Mismatch between learner and sampler in the worker's newest trained groups, nats per token;
-    None before the first group."""
+    """How far the log-probabilities of learner and sampler differ in the worker's newest trained
+    groups, nats per token; None before the first group."""
     reward: float | None = None
-    """Mean reward of the groups for which `mismatch_kl` was computed."""
+    """Mean reward of the groups from which `mismatch_kl` was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +82,10 @@ class LinkStatus:
     parent: str
     child: str
     bytes_per_s: float | None
-    """Measured rate of the child's transfers; None before a measurement."""
+    """Measured rate at which the child receives weights; None before a measurement."""
     remaining_s: float | None
-    """Estimated seconds until the version has arrived, from `bytes_per_s`; None without a rate."""
+    """Estimated seconds until the version has arrived, computed from `bytes_per_s`; None if that is
+    None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class VersionStatus:
 
     version: str
     done: float
-    """Share of all receivers' chunks that have arrived, 0..1."""
+    """Share of the chunks that have arrived, over all receivers, 0..1."""
     num_nodes: int
     """Number of nodes that need the version."""
     num_complete: int
@@ -111,14 +114,14 @@ class CostStatus:
     per_million_tokens: float | None
     """$ per 10^6 accepted tokens; None before the first accepted token."""
     standby_per_h: float
-    """The part of `per_h` for machines on standby."""
+    """The part of `per_h` that machines on standby cost."""
     unconfirmed_per_h: float
-    """The part of `per_h` for machines that left without a confirmed release."""
+    """The part of `per_h` for machines that have left, but whose release was not confirmed."""
     budget_per_run: float | None
     num_active: int
     num_standby: int
     decision: str = ""
-    """A description of the last change of the set of active workers."""
+    """A description of the last change to the set of active workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +131,8 @@ class SpeedStatus:
     tokens_per_s: float
     """Tokens per second that the model trained on, including prompts."""
     mfu: float | None
-    """Model FLOPs utilisation: the used share of the device's peak rate; None if the peak is
-    unknown."""
+    """Model FLOPs utilisation: the share of the device's peak rate that is used; None if the peak
+    is unknown."""
     peak_memory_bytes: float
     forward_backward_s: float
     optimizer_s: float
@@ -137,7 +140,7 @@ class SpeedStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStatus:
-    """The values of an optimizer step for views, from its row of metrics."""
+    """The values of an optimizer step that views show. They come from the step's row of metrics."""
 
     step: int
     """Number of the step, from 1."""
@@ -151,7 +154,7 @@ class StepStatus:
     seconds: float
     """Seconds since the previous step."""
     useful_share: float | None = None
-    """Share of the groups since the previous step with differing rewards; None without groups."""
+    """Share of the groups since the previous step whose rewards differ; None without groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +171,7 @@ class RunStatus:
     max_staleness: int
     """The hard bound on staleness, in steps."""
     staleness_bound: int | None = None
-    """The bound on staleness for new leases; None if the hard bound applies."""
+    """The staleness bound that applies to new leases; None if it is `max_staleness`."""
     publish_period: int
     activity: str = ""
     """The learner's activity, such as "training"; empty while the learner waits for groups."""
@@ -178,24 +181,27 @@ class RunStatus:
     """Text that explains why the learner waits long or why workers have no groups, with a setting
     that would help. Empty if nothing stalls."""
     eta_s: float | None = None
-    """Estimated seconds until the last step; None before two steps were timed."""
+    """Estimated seconds until the last step has ended; None until two steps have been timed."""
     nodes: tuple[NodeStatus, ...] = ()
     reward_history: tuple[tuple[int, float], ...] = ()
-    """The mean rewards of all steps: (step, mean reward), thinned to MAX_POINTS, oldest first."""
+    """The mean rewards of all steps, oldest first: (step, mean reward). With more than MAX_POINTS
+    steps, each point is the mean of several steps."""
     eval_history: tuple[tuple[int, float, float], ...] = ()
     """The newest MAX_POINTS evaluations: step, mean reward of sampled answers, mean reward of
     greedy answers."""
     evals_are_rates: bool = True
     """Whether every reward of the evaluations was 0 or 1."""
     eval_errors: Mapping[int, int] = field(default_factory=dict)
-    """Number of failed rewards, which count as 0, by the step of the evaluation."""
+    """Number of rewards that failed in each evaluation. The key is the step of the evaluation. A
+    failed reward counts as 0."""
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Number of trained tokens in the whole run, by staleness."""
+    """Number of tokens that the whole run trained on, for each staleness."""
     idle_ratio: float = 0.0
-    """Share of time that the learner has waited for rollouts since its start, 0..1."""
+    """Share of the time since the learner's start in which the learner has waited for rollouts,
+    0..1."""
     recent_idle_ratio: float = 0.0
-    """Share of time that the learner has waited in the last minute, or in the last steps if they
-    took longer."""
+    """Share of the last minute in which the learner has waited. If the last steps took longer than
+    a minute, their time counts."""
     last_step: StepStatus | None = None
     """The newest step; None before this process has made a step."""
     speed: SpeedStatus | None = None
@@ -208,7 +214,7 @@ class RunStatus:
     broadcast_bytes: int = 0
     """Number of weight bytes that the learner itself has sent in the whole run."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Number of groups refused or dropped since the start, by reason."""
+    """Number of groups that were refused or dropped since the start, for each reason."""
     cost: CostStatus | None = None
     """The costs of the run; None if no machine has a price."""
     notices: tuple[str, ...] = ()
@@ -216,7 +222,7 @@ class RunStatus:
 
     @property
     def bound(self) -> int:
-        """The bound on staleness for new leases, in steps."""
+        """The staleness bound that applies to new leases, in steps."""
         return self.max_staleness if self.staleness_bound is None else self.staleness_bound
 
     def to_json(self) -> bytes:
@@ -225,7 +231,7 @@ class RunStatus:
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str) -> RunStatus:
-        """Return the status from the JSON of `to_json`.
+        """Read a status from the JSON that `to_json` made.
 
         Error messages use `source` as the name of the JSON.
 
@@ -247,7 +253,7 @@ def finite(value: float | None) -> float | None:
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return at most MAX_POINTS + 1 points of a curve.
+    """Return the points of a curve. If there are more than MAX_POINTS, average neighbouring points.
 
     Each new point is the mean of an equal number of old points. The last point stays unchanged.
     Points with a value that is not finite are left out.
