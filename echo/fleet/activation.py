@@ -30,20 +30,22 @@ from echo.fleet.market import UNLIMITED, Counts, Offer, Region, RentedFleet
 from echo.fleet.overlap import least_slowdown, predict, required_rate
 
 MAX_KINDS = 32
-"""Largest number of kinds of workers. With 32 kinds, there are 992 ways to replace a worker by a
-worker of another kind."""
+"""Workers are sorted into at most this many kinds. With 32 kinds, there are 992 ways to replace a
+worker by a worker of another kind."""
 _WIDTHS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, math.inf)
-"""Allowed differences of properties within a kind, as shares, tried in this order."""
+"""How much the properties of workers of one kind may differ, as shares. The values are tried in
+this order."""
 MAX_ASSESSED = 400
-"""Largest number of sets that a search assesses. One assessment takes 1.5 ms for ten workers and 4
-ms for 100 workers."""
+"""Largest number of sets of workers that a search assesses. One assessment takes 1.5 ms for ten
+workers and 4 ms for 100 workers."""
 HARDLY_SLOWER = 1.01
-"""Largest ratio of a cheaper set's step time to the shortest step time."""
+"""If a cheaper set makes steps at most this many times as long as the shortest step, it is
+preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The learner's uplink, the uplink's price, and a forecast of broadcast times."""
+    """The learner's uplink: the price of its traffic, and a forecast of broadcast times."""
 
     broadcast_s: Callable[[Collection[str]], float]
     """Returns the seconds from a publication until all named workers hold the version."""
@@ -57,49 +59,49 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetPrediction:
-    """Predicted rate and cost of a set of workers."""
+    """The rate and the cost that are predicted for a set of workers."""
 
     rate: float
-    """Rollouts per second of the workers together."""
+    """Rollouts per second that the workers make together."""
     required: float
-    """Rollouts per second that the provisioning rule requires, without margin."""
+    """Rollouts per second that the provisioning rule requires, without the job's margin."""
     broadcast_s: float
     latency_s: float
     cost_per_h: float
     """$ per hour for these workers and for the traffic to and from them."""
     idle_share: float
     is_sufficient: bool
-    """Whether the set satisfies the provisioning rule with its margin, within the budget."""
+    """Whether the set costs no more than the budget and satisfies the provisioning rule with its
+    margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """The assessment of a set of workers by the provisioning rule, and the set's cost."""
+    """Whether a set of workers satisfies the provisioning rule, and what the set costs."""
 
     job: Job
-    """The job with the best publish period for these workers."""
+    """The job with the publish period that is best for these workers."""
     rate: float
     broadcast_s: float
     latency_s: float
     lost_per_s: float
     cost_per_h: float
-    """$ per hour for these workers and their traffic, with steps that take `slowdown` times as
-    long."""
+    """$ per hour for these workers and their traffic, if steps take `slowdown` times as long."""
     slowdown: float
-    """Factor by which steps must become longer for the set to satisfy the provisioning rule. 1 for
-    a set that already satisfies the rule."""
+    """Steps must become longer by this factor, so that the set satisfies the provisioning rule. 1
+    for a set that already satisfies the rule."""
     is_sufficient: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The set of workers that should generate, and the set's predicted rate and cost."""
+    """The set of workers that should generate, with its predicted rate and cost."""
 
     active: frozenset[str]
     prediction: SetPrediction
     slowdown: float = 1.0
-    """Step time with this set, divided by the learner's training time; 1 if the set is sufficient.
-    """
+    """The step time with this set, divided by the learner's training time. It is 1 if the set is
+    sufficient."""
 
 
 class Roll:
@@ -146,7 +148,7 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return the delay of one worker of each kind, in seconds.
+        """Return, for each kind, the seconds by which one of its workers is delayed.
 
         The delay is the time of a broadcast to this worker alone, plus the time of one group.
         """
@@ -156,11 +158,11 @@ class Roll:
         ]
 
     def counts(self, names: Collection[str]) -> tuple[int, ...]:
-        """Return the number of workers of each kind in `names`."""
+        """Return how many of the named workers belong to each kind."""
         return tuple(sum(worker.name in names for worker in kind) for kind in self.kinds)
 
     def names(self, counts: Counts, preferred: Collection[str]) -> frozenset[str]:
-        """Return the names of `counts` workers of each kind.
+        """Choose `counts` workers of each kind and return their names.
 
         Within a kind, `preferred` workers come first. Among equally preferred workers, faster
         workers come first.
@@ -203,7 +205,7 @@ class Roll:
         )
 
     def predict(self, job: Job, names: Collection[str]) -> SetPrediction:
-        """Return the predicted rate, idle share and cost of a set of workers."""
+        """Predict the rate, the idle share and the cost of a set of workers."""
         assessed = self.assess(job, names)
         prediction = predict(
             assessed.job,
@@ -246,7 +248,10 @@ def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
 
 
 def _kind(worker: Offer, width: float) -> object:
-    """Return the key of a worker's kind; differences below `width` do not change the key."""
+    """Return the key of a worker's kind.
+
+    Workers that differ by less than about `width` get the same key.
+    """
 
     def about(value: float) -> float:
         if width == 0 or value <= 0:
@@ -267,7 +272,10 @@ def _kind(worker: Offer, width: float) -> object:
 
 
 def _offer(name: str, kind: Sequence[Offer]) -> Offer:
-    """Return a kind as one offer, with the worst value of each property among the workers."""
+    """Return a kind of workers as one offer.
+
+    Each property has its worst value among the workers.
+    """
     longest = max(worker.concurrency / max(worker.tokens_per_s, 1e-9) for worker in kind)
     tokens_per_s = min(worker.tokens_per_s for worker in kind)
     return replace(
@@ -319,7 +327,7 @@ class _Search:
         )
 
     def _starts(self) -> Iterator[Counts]:
-        """Yield the sets with which the search begins, without repetitions."""
+        """Yield the sets with which the search begins. No set occurs twice."""
         delays_s = self._roll.delay_s(self._job)
         starts = [(0,) * len(self._most), self._roll.counts(self._preferred)]
         for limit_s in sorted(set(delays_s)):
@@ -328,7 +336,7 @@ class _Search:
         yield from dict.fromkeys(starts)
 
     def _improve(self, counts: Counts, limit: float) -> Counts:
-        """Change a set as long as the set becomes better; return the result.
+        """Change a set of workers for as long as each change improves the set. Return the result.
 
         Slowdowns up to `limit` count as equal. Changes of one kind are tried first, because they
         are fewest.
@@ -362,7 +370,7 @@ class _Search:
             yield from self._changed(counts, {removed: -1, added: 1})
 
     def _of_three_kinds(self, counts: Counts) -> Iterator[Counts]:
-        """Yield the sets that replace one worker by two of other kinds, or two by one."""
+        """Yield the sets that replace one worker by two of other kinds, or two workers by one."""
         for sign in (1, -1):
             for one in range(len(counts)):
                 others = [index for index in range(len(counts)) if index != one]
@@ -380,7 +388,7 @@ class _Search:
         yield tuple(changed)
 
     def _rank(self, counts: Counts, limit: float) -> tuple[float, ...]:
-        """Return a set's sort key: (whether the cost exceeds the budget, slowdown, cost).
+        """Return the sort key of a set: (whether its cost exceeds the budget, slowdown, cost).
 
         After MAX_ASSESSED assessments, every new set ranks last.
         """
@@ -394,7 +402,7 @@ class _Search:
         return is_too_dear, max(assessed.slowdown, limit), assessed.cost_per_h
 
     def _limit(self) -> float:
-        """Return the largest slowdown that counts as equal to the smallest slowdown so far.
+        """Return the largest slowdown that counts as equal to the smallest slowdown found so far.
 
         Only sets within the budget are compared. If a sufficient set was found, the limit is 1.
         """
@@ -438,10 +446,10 @@ def choose(
 
 
 MIN_SAVING = 0.05
-"""Smallest share of the step time or the cost that a new set must save to replace the active set.
+"""A new set replaces the active set only if it saves this share of the step time or of the cost.
 Measured rates have an error of about 5 %."""
 IDLE_TOLERANCE = 0.02
-"""Largest idle share of a learner that counts as busy."""
+"""A learner that waits for at most this share of its time counts as busy."""
 _PASSED = "the budget per hour is passed"
 
 
@@ -454,9 +462,9 @@ class ReviewAnswer:
     before: SetPrediction
     after: SetPrediction
     choice: Choice
-    """The best set among the workers with a known rate."""
+    """The best set that can be chosen from the workers with a known rate."""
     cause: str
-    """The reason for a change of the active workers; empty without a change."""
+    """The reason why the active workers change; empty if they do not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,14 +476,14 @@ class Question:
     links: Links
     active: frozenset[str]
     untried: frozenset[str] = frozenset()
-    """Workers without a measured rate, because they have not generated long enough. Their rates are
-    guesses."""
+    """Workers without a measured rate, because they have not yet generated long enough. Their rates
+    are guesses."""
     ready: frozenset[str]
-    """Workers whose installed weights are recent enough for leases."""
+    """Workers whose installed weights are recent enough for the workers to get leases."""
     idle_share: float
     """Share of time that the learner has waited since the last change of the active workers."""
     periods: tuple[int, ...] = ()
-    """Allowed publish periods; if empty, the job's own period."""
+    """The publish periods that the review may choose. If empty, the job's own period applies."""
 
     def solve(self) -> ReviewAnswer:
         """Return the result of the review. With many kinds of workers, this takes seconds."""
@@ -515,7 +523,7 @@ class Question:
         )
 
     def _trials(self, roll: Roll) -> frozenset[str]:
-        """Return the untried workers that the budget allows, cheapest first."""
+        """Return the untried workers that the budget allows. Cheaper workers are tried first."""
         trials: frozenset[str] = frozenset()
         for worker in sorted(self.workers, key=lambda worker: (worker.price_per_h, worker.name)):
             if worker.name in self.untried:
@@ -528,7 +536,7 @@ class Question:
 def _saving(
     roll: Roll, job: Job, names: frozenset[str], choice: Choice, *, is_waiting: bool
 ) -> str:
-    """Return the reason why a choice should replace a set of workers, or ""."""
+    """Return the reason why a choice should replace a set of workers; "" if it should not."""
     before, at_most = roll.assess(job, names), 1 - MIN_SAVING
     if before.cost_per_h > job.budget_per_h * (1 + 1e-9):
         return _PASSED
@@ -555,9 +563,9 @@ class ActivationDecision:
     after: SetPrediction
     train_s: float
     idle_share: float
-    """The learner's idle share before the change, as measured."""
+    """The learner's idle share that was measured before the change."""
     slowdown: float
-    """Step time divided by training time; above 1 if no set is sufficient."""
+    """The step time divided by the training time. It is above 1 if no set is sufficient."""
 
     def __str__(self) -> str:
         """Return one line of text on the decision."""

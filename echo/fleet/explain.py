@@ -1,4 +1,4 @@
-"""Explains waits: finds the cause, the resource and the setting from the states of the nodes.
+"""Explains why the learner or the workers wait. It finds the cause, the resource and the setting.
 
 The learner observes its fleet several times a minute, as a sampling profiler does. Each observation
 divides the time of every worker by the stages of the worker's groups (`WaitStage`). A `Tally` adds
@@ -34,27 +34,31 @@ from typing import TypeVar
 from echo.core.units import format_bytes, format_duration
 
 MAX_WORKERS_LISTED = 8
-"""Largest number of listed workers in the text on the learner's wait."""
+"""Largest number of workers that the text on the learner's wait lists."""
 MAX_NAMES_LISTED = 3
 """Largest number of nodes that an explanation names. Further nodes are only counted."""
 BLOCKED_SHARE = 0.35
 """A blocking stage is the cause if it takes at least this share of the workers' time."""
 STRAGGLER_TIME = 2.0
-"""Smallest ratio of a straggler's sampling time to the other workers' mean, during waits."""
+"""A straggler must have sampled for at least this many times the other workers' mean time, during
+waits of the learner."""
 STRAGGLER_FACTOR = 2.0
-"""Smallest factor by which a straggler is slower than the median of the other workers."""
+"""A straggler must be slower than the median of the other workers by at least this factor."""
 FETCHING_SHARE = 0.5
 """A link or disk counts as slow if workers fetch for at least this share of their wait for weights.
 """
 AHEAD = 1.5
-"""A parent with more than this many times a node's chunks does not delay the node."""
+"""If a parent has more than this many times as many chunks as its child, it does not delay the
+child."""
 DISK_FACTOR = 1.5
-"""A node's disk counts as the limit if its write rate is at most this many times the receive rate.
-"""
+"""A node's disk counts as the limit if the node writes at most this many times as fast as it
+receives."""
 EMPTY_SHARE = 0.5
-"""Engines have too few groups if more than this share of their places for groups is empty."""
+"""Engines have too few groups if more than this share of their places for groups is empty on
+average."""
 CLOSED_SHARE = 0.25
-"""The staleness bound limits the engines if it admits no group in more than this share of waits."""
+"""The staleness bound limits the engines if it admits no group during more than this share of the
+waiting time."""
 IDLE_SHARE_IN_WAITS = 0.2
 """If workers have no groups for more than this share of their time, more workers would not help."""
 FEW_ROLLOUTS = 16
@@ -68,9 +72,9 @@ IDLE_SHARE = 0.6
 """If workers have no groups for this share of their time, the fleet is too large for the learner.
 """
 IDLE_SHARE_NEEDLESS = 0.2
-"""Replaces IDLE_SHARE if a setting slows down the learner unnecessarily."""
+"""Used instead of IDLE_SHARE if a setting slows down the learner unnecessarily."""
 LARGE_PART = 0.4
-"""If a part of a step besides training takes more than this share, the part is the bottleneck."""
+"""Publishing or saving is the bottleneck if it takes more than this share of a step."""
 
 
 SERVING_AGENTS = "serving agents"
@@ -78,7 +82,7 @@ SERVING_AGENTS = "serving agents"
 
 
 class WaitStage(StrEnum):
-    """The stage of a worker's groups, or the reason why a worker has no groups."""
+    """What happens to a worker's groups, or why a worker has no groups."""
 
     SAMPLING = "sampling"
     """The engine samples rollouts of the groups."""
@@ -91,7 +95,7 @@ class WaitStage(StrEnum):
     DELIVERING = "delivering"
     """The groups' results are on the way to the learner."""
     ADMISSION = "admission"
-    """The worker has no groups: the staleness bound admits no further group."""
+    """The worker has no groups, because the staleness bound admits no further group."""
     GRANTING = "granting"
     """The worker has no groups, although the staleness bound admits groups."""
 
@@ -101,14 +105,14 @@ BLOCKED = (WaitStage.REWARDS, WaitStage.WEIGHTS, WaitStage.STORING, WaitStage.DE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedNode:
-    """The learner's knowledge of a relay or an active worker at one instant."""
+    """What the learner knows about a relay or an active worker at one instant."""
 
     name: str
     role: str = "worker"
     is_dialable: bool = True
     """Whether other nodes can dial this node to fetch weights."""
     fetching: str = ""
-    """The version that the node fetches, as text; empty without a transfer."""
+    """The version that the node is fetching, as text; empty if the node is fetching none."""
     num_chunks_held: int = 0
     num_chunks: int = 0
     parent: str = "-"
@@ -118,16 +122,17 @@ class ObservedNode:
     recent_bytes_per_s: float = 0.0
     """Bytes of weights that the node received in the last seconds, per second."""
     write_bytes_per_s: float | None = None
-    """Rate at which the node verifies, decodes and writes received weights; None if unknown."""
+    """Rate at which the node processes received weights: it verifies, decodes and writes them. None
+    if unknown."""
     activity: str = ""
-    """The node's activity, as the node reports it."""
+    """What the node does now, in the node's own words."""
     engine: str = ""
     num_leases: int = 0
     num_here: int = 0
-    """Number of the worker's leases whose results the learner scores or stores now."""
+    """Number of this worker's leases whose results the learner is scoring or storing now."""
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Number of groups by state in the worker's last report. A state is a WaitStage, "queued" or
-    "delivered"."""
+    """Number of groups in each state, according to the worker's last report. A state is a
+    WaitStage, "queued" or "delivered"."""
     is_fresh: bool = True
     """Whether the worker's installed version may sample the next group."""
     num_places: int = 0
@@ -138,9 +143,10 @@ class ObservedNode:
     """The engine's tokens per second with many rollouts, divided by those with few; None if
     unknown."""
     speed: float | None = None
-    """Tokens per second of one rollout in the worker's slowest running group; None if unknown."""
+    """Tokens per second of one rollout in the slowest group that the worker is sampling; None if
+    unknown."""
     reward_s: float | None = None
-    """Mean seconds of recent calls of the task's code; None without recent calls."""
+    """Mean seconds that recent calls of the task's code took; None without recent calls."""
 
     @property
     def is_saturated(self) -> bool:
@@ -155,23 +161,24 @@ class ObservedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedFleet:
-    """The learner's knowledge of its own wait and its fleet at one instant."""
+    """What the learner knows about its own wait and about its fleet at one instant."""
 
     num_missing: int
-    """Number of missing groups for the next step."""
+    """Number of groups that the next step still lacks."""
     groups_per_step: int
     group_size: int = 1
     max_staleness: int = 0
     hedge_factor: float | None = None
     is_closed: bool = False
-    """Whether the staleness bound admits no further groups, for any version of a worker."""
+    """Whether the staleness bound admits no further groups, whichever version a worker has
+    installed."""
     wait_reason: str = ""
     """The scheduler's reason why the next step's groups cannot be granted; "" if they can be
     granted."""
     num_scoring: int = 0
-    """Number of groups for which the learner computes rewards."""
+    """Number of groups whose rewards the learner is computing."""
     num_storing: int = 0
-    """Number of groups that the learner writes to its disk."""
+    """Number of groups that the learner is writing to its disk."""
     num_standby: int = 0
     """Workers that the learner has put on standby."""
     num_held: int = 0
@@ -181,9 +188,9 @@ class ObservedFleet:
     nodes: tuple[ObservedNode, ...] = ()
     """Relays, and workers that are not on standby."""
     num_useless: int = 0
-    """Number of successive newest groups without a training signal."""
+    """Number of newest groups, one after another, that gave no training signal."""
     useless: str = ""
-    """Text on the `num_useless` groups: their number for each reason."""
+    """Text on the `num_useless` groups. It gives their number for each reason."""
     _by_name: dict[str, ObservedNode] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -194,11 +201,11 @@ class ObservedFleet:
         return [node for node in self.nodes if node.role == "worker"]
 
     def node(self, name: str) -> ObservedNode | None:
-        """Return the node with a name; None for the learner and for unknown nodes."""
+        """Return the node that has this name; None for the learner and for unknown nodes."""
         return self._by_name.get(name)
 
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
-        """Return the fetching nodes on the path from a worker up to the learner.
+        """Return the nodes that are fetching weights on the path from a worker up to the learner.
 
         The path ends where the parent is the learner, has the whole version, or has AHEAD times as
         many chunks.
@@ -211,7 +218,7 @@ class ObservedFleet:
         return path
 
     def shares(self, worker: ObservedNode) -> dict[WaitStage, float]:
-        """Return the share of each stage in a worker's present activity.
+        """Return which share of a worker's present activity each stage takes.
 
         The shares add up to 1.
         """
@@ -237,34 +244,38 @@ class ObservedFleet:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums up the time of all workers by stage, during the learner's waits and in total."""
+    """Sums up the time that workers spend in each stage, in the learner's waits and in total."""
 
     waited_s: float = 0.0
-    """Seconds of the learner's waits while any worker was active."""
+    """Seconds in which the learner waited while at least one worker was active."""
     closed_s: float = 0.0
-    """Seconds of waits during which the staleness bound admitted no groups."""
+    """Seconds in which the learner waited and the staleness bound admitted no groups."""
     waits: dict[tuple[WaitStage, str], float] = field(default_factory=dict)
-    """Seconds of a worker in a stage while the learner waited, by (stage, worker)."""
+    """For each (stage, worker), the seconds that the worker spent in the stage while the learner
+    waited."""
     seconds: dict[WaitStage, float] = field(default_factory=dict)
-    """Seconds of all workers by stage, while the learner waited or worked."""
+    """For each stage, the seconds that all workers spent in it, whether the learner waited or
+    not."""
     places_s: float = 0.0
-    """Seconds of the learner's waits, summed over the engines' places for groups."""
+    """Seconds that the learner waited, multiplied by the number of the engines' places for
+    groups."""
     used_places_s: float = 0.0
-    """The part of `places_s` in which a place sampled a group."""
+    """The part of `places_s` in which places were in use to sample groups."""
     seen: dict[WaitStage, ObservedFleet] = field(default_factory=dict)
-    """By stage, the last observation during a wait in which a worker was in this stage."""
+    """For each stage, the last observed fleet in which a worker was in this stage while the learner
+    waited."""
     slow_hops: dict[str, float] = field(default_factory=dict)
-    """By node, the seconds in which workers waited for this node to fetch weights from a parent
-    that already had them."""
+    """For each node, the seconds in which workers waited until this node had fetched weights from a
+    parent. The parent already had these weights."""
     seen_paths: dict[str, list[ObservedNode]] = field(default_factory=dict)
-    """By node in `slow_hops`, the last path from a waiting worker to this node."""
+    """For each node in `slow_hops`, the last observed path from a waiting worker to this node."""
     num_accepted: int = 0
     """Number of groups that were delivered and kept for training."""
     useless: Counter[str] = field(default_factory=Counter)
-    """Number of groups without a training signal, by reason."""
+    """Number of groups that gave no training signal, for each reason."""
 
     def add(self, fleet: ObservedFleet, seconds: float, *, is_waiting: bool) -> None:
-        """Add the seconds for which the fleet was in an observed state."""
+        """Add a period of `seconds` in which the fleet was in the observed state."""
         if is_waiting and fleet.workers:
             self.waited_s += seconds
             self.closed_s += seconds * fleet.is_closed
@@ -289,7 +300,7 @@ class Tally:
             self.seen_paths[path[-1].name] = path
 
     def include(self, other: Tally) -> None:
-        """Add the times of a later tally."""
+        """Add the times and counts of a later tally to this tally."""
         for name in ("waited_s", "closed_s", "places_s", "used_places_s", "num_accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for waits, seconds in other.waits.items():
@@ -303,9 +314,10 @@ class Tally:
         self.useless += other.useless
 
     def in_waits(self) -> dict[WaitStage, float]:
-        """Return the seconds of all workers by stage while the learner waited, without ADMISSION.
+        """Return the seconds that all workers spent in each stage while the learner waited.
 
-        ADMISSION cannot cause a wait: the staleness bound admits no groups for these workers.
+        The stage ADMISSION is left out. ADMISSION cannot cause a wait: the staleness bound admits
+        no groups for these workers.
         """
         found = dict.fromkeys(WaitStage, 0.0)
         for (stage, _), seconds in self.waits.items():
@@ -314,7 +326,7 @@ class Tally:
         return found
 
     def wait_by_stage(self) -> dict[WaitStage, float]:
-        """Return the seconds that the learner waited, by stage.
+        """Divide the seconds that the learner waited among the stages of the workers.
 
         The sum is `waited_s`, or 0 if no worker was in a counted stage.
         """
@@ -324,7 +336,7 @@ class Tally:
 
     @property
     def idle_share(self) -> float:
-        """Share of the workers' time in which a worker could sample a group but had none."""
+        """Share of the workers' time in which a worker had no groups, although it could sample."""
         total = sum(self.seconds.values())
         idle = (WaitStage.ADMISSION, WaitStage.GRANTING)
         idle_s = sum(self.seconds.get(stage, 0.0) for stage in idle)
@@ -360,7 +372,7 @@ class Explanation:
 
 
 def describe_wait(fleet: ObservedFleet) -> str:
-    """Return text on a step's missing groups and the workers with leases.
+    """Return text that lists a step's missing groups and the workers that hold leases.
 
     The text is empty if no group is missing.
     """
@@ -428,7 +440,7 @@ def _verb(names: Sequence[object], singular: str, plural: str) -> str:
 
 
 def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
-    """Return why the learner waited during a tally's time; `fleet` is the present state."""
+    """Explain why the learner waited in the time of a tally. `fleet` is the present state."""
     if not fleet.workers and not tally.waits:
         return _no_worker(fleet)
     by_stage = tally.in_waits()
@@ -452,7 +464,10 @@ def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
-    """Return the workers whose groups were in a stage, sorted by time, longest first."""
+    """Return the workers whose groups were in this stage.
+
+    Those with the longest times come first.
+    """
     times = {name: s for (at, name), s in tally.waits.items() if at is stage}
     least = max(times.values()) / 10
     return sorted((n for n, s in times.items() if s >= least), key=lambda name: -times[name])
@@ -665,7 +680,10 @@ def _more_workers(fleet: ObservedFleet) -> str:
 
 
 def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
-    """If the learner waits mostly for one slow worker, return an explanation, otherwise None."""
+    """Return an explanation if the learner waits mostly for one slow worker.
+
+    Otherwise return None.
+    """
     times = {name: s for (at, name), s in tally.waits.items() if at is WaitStage.SAMPLING}
     name = max(times, key=lambda each: times[each], default="")
     worker = fleet.node(name)
@@ -689,7 +707,10 @@ def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
 def _few_places(
     fleet: ObservedFleet, samplers: Sequence[ObservedNode], chain: str
 ) -> Explanation | None:
-    """If a setting or the memory limits the engines, return an explanation, otherwise None."""
+    """Return an explanation if a setting or the memory limits the engines.
+
+    Otherwise return None.
+    """
     worker = min(samplers, key=lambda each: each.num_places)
     num = worker.num_places * fleet.group_size
     text = f"{chain} all the time, and {worker.name}'s engine samples only {num} rollouts at once"
@@ -717,7 +738,7 @@ def _few_places(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """The mean seconds of a step's parts, and the settings that influence them."""
+    """The mean seconds of each part of a step, and the settings that influence them."""
 
     step_s: float
     train_s: float = 0.0
@@ -728,7 +749,7 @@ class StepParts:
 
 
 def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
-    """Return why workers had no groups during a tally's time, or None."""
+    """Return why workers had no groups in the time of a tally. Return None if they had enough."""
     share = tally.idle_share
     if share < (IDLE_SHARE_NEEDLESS if parts.is_recomputing else IDLE_SHARE):
         return None

@@ -95,7 +95,8 @@ _ROWS = (
 )
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _ROWS}
-"""The catalogue of GPUs by name. The source of H20 and H800 is arXiv:2511.00796."""
+"""The catalogue of GPUs: each GPU under its name. The source for H20 and H800 is
+arXiv:2511.00796."""
 
 
 def _model(name: str, params: float, layers: int, hidden: int, kv_heads: int) -> ModelShape:
@@ -128,9 +129,9 @@ MODELS: dict[str, ModelShape] = {
 }
 
 MEMORY_EFFICIENCY = 0.60
-"""Share of the memory bandwidth that decoding reaches."""
+"""Share of the memory bandwidth that decoding uses in practice."""
 ARITHMETIC_EFFICIENCY = 0.60
-"""Share of the peak arithmetic rate that large batches reach in generation."""
+"""Share of the peak arithmetic rate that generation reaches with large batches."""
 TRAIN_EFFICIENCY = 0.40
 """Share of the peak arithmetic rate that training reaches."""
 USABLE_MEMORY = 0.90
@@ -138,14 +139,14 @@ USABLE_MEMORY = 0.90
 MAX_SEQUENCES = 256
 """Largest number of sequences in a decoding batch. 256 is vLLM's default on smaller GPUs."""
 RESERVED_BYTES = 2 << 30
-"""Bytes of GPU memory for activations, CUDA graphs and the context of one process."""
+"""Bytes of GPU memory that one process needs for activations, CUDA graphs and its context."""
 BYTES_PER_WEIGHT = 2
-"""Bytes of a weight in generation, which runs in bfloat16."""
+"""Bytes that a weight takes in generation, which runs in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The speed and the batch size of a model copy that generates."""
+    """The speed and the batch size of one copy of the model that generates."""
 
     tokens_per_s: float
     """Completion tokens per second of all sequences together."""
@@ -194,7 +195,7 @@ def decode_rate(
 
 
 def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel: int) -> float:
-    """Return the total seconds of two all-reduces per layer, each of `num_rows` activations."""
+    """Return the seconds that all-reduces take: two per layer, each over `num_rows` activations."""
     if tensor_parallel == 1:
         return 0.0
     volume = 2 * (tensor_parallel - 1) / tensor_parallel
@@ -203,7 +204,7 @@ def _all_reduce_s(gpu: Gpu, model: ModelShape, num_rows: float, tensor_parallel:
 
 
 def train_flops(model: ModelShape, *, num_tokens: float, mean_tokens: float) -> float:
-    """Return the number of operations in the forward and backward passes of an optimizer step.
+    """Return how many operations the forward and backward passes of an optimizer step need.
 
     Attention is included.
     """

@@ -1,4 +1,4 @@
-"""Divides the GPUs of one site, of different types, between training and generation.
+"""Divides the GPUs of one site between training and generation. They may be of different types.
 
 Only divisions that Echo can run are tried. GPUs of one type train, and torchrun's ranks share the
 weights evenly. All other GPUs generate, and vLLM runs each copy of the model within one machine.
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from echo.fleet.gpus import BYTES_PER_WEIGHT, Gpu, ModelShape, decode_rate, train_seconds
 
 PARALLEL_SIZES = (1, 2, 4, 8)
-"""Degrees of tensor parallelism to try for a generating model copy. All divide 8, a machine's
-number of GPUs."""
+"""Degrees of tensor parallelism to try for a copy of the model that generates. All divide 8, the
+number of GPUs in a machine."""
 MICRO_BATCH_TOKENS = 16_384
 """Number of tokens in one micro-batch of one rank."""
 STATE_BYTES_PER_PARAM = 16
-"""Bytes per parameter for bfloat16 weights and gradients, float32 master weights and Adam moments.
+"""Bytes per parameter for bfloat16 weights and gradients, float32 master weights, and Adam moments.
 FSDP2 shards all of these."""
 ACTIVATION_SHARE = 0.3
-"""Share of a GPU's memory that is reserved for activations, which are recomputed layer by layer."""
+"""Share of a GPU's memory that is reserved for activations. They are recomputed layer by layer."""
 _PASSES_PER_MICRO_BATCH = 3
-"""Number of times that a micro-batch sends the bytes of all weights over the links.
+"""For each micro-batch, the bytes of all weights travel over the links this many times.
 
 The forward pass and the backward pass send the weights. Then the gradients are sent.
 """
@@ -36,7 +36,7 @@ The forward pass and the backward pass send the weights. Then the gradients are 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The GPUs of one site by type, and the links between its machines."""
+    """The GPUs of one site, listed by type, and the links between the site's machines."""
 
     gpus: Mapping[str, Gpu]
     counts: Mapping[str, int]
@@ -94,7 +94,7 @@ def train_step_s(cluster: Cluster, job: SiteJob, name: str, num_gpus: int) -> fl
 
 
 def training_sizes(gpu: Gpu, count: int) -> Iterator[int]:
-    """Yield the numbers of GPUs up to `count` that can train together.
+    """Yield the numbers of GPUs, at most `count`, with which training can run.
 
     Within one machine, any number of GPUs can train together. If several machines train together,
     each uses all its GPUs.
@@ -142,7 +142,8 @@ class RolloutPlan:
     replicas: tuple[tuple[Replica, int], ...] = ()
     """The kinds of copies, as (replica, number of copies)."""
     rollouts: tuple[int, ...] = ()
-    """Number of rollouts per step for all copies of each entry in `replicas`."""
+    """For each entry in `replicas`, the number of rollouts per step that all its copies make
+    together."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -183,7 +184,7 @@ def possible_replicas(cluster: Cluster, job: SiteJob) -> tuple[Replica, ...]:
 
 
 def choose_replicas(replicas: Sequence[Replica], count: int, num_rollouts: int) -> RolloutPlan:
-    """Return the fastest plan of replicas on `count` GPUs.
+    """Choose replicas that together use at most `count` GPUs and generate fastest. Return the plan.
 
     All replicas use the same type of GPU.
     """
@@ -236,7 +237,7 @@ class OverlappedStep:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The sort key of a step. Better steps have lower keys.
+        """The sort key of a step. A better step has a lower key.
 
         The key is the longer of the times of training and generation, then the shorter.
         """
@@ -245,14 +246,17 @@ class OverlappedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division(OverlappedStep):
-    """A step for which some GPUs train and all other GPUs generate."""
+    """A step in which some GPUs train while all other GPUs generate."""
 
     train_gpu: str
     num_train_gpus: int
 
 
 def find_division(cluster: Cluster, job: SiteJob) -> Division | None:
-    """Return the division with the shortest step; None if the model fits on no division."""
+    """Return the division whose step is shortest.
+
+    Return None if the model fits with no division.
+    """
     replicas = possible_replicas(cluster, job)
     divisions = (
         price(cluster, job, replicas, name, num_gpus)

@@ -1,4 +1,4 @@
-"""Defines the planner's job: batch, lengths, staleness bound and learner."""
+"""Defines the job that the planner plans: batch, lengths, staleness bound and learner."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import NormalDist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training run for the planner: its sizes, times and limits."""
+    """A training run as the planner sees it: its sizes, times and limits."""
 
     groups_per_step: int
     group_size: int
     useful_share: float = 1.0
-    """Share of the groups with differing rewards. Only these groups are trained on."""
+    """Share of the groups whose rewards differ. Only these groups are trained on."""
     max_staleness: int
     """Inclusive bound S on staleness, in optimizer steps."""
     publish_period: int
@@ -47,7 +47,10 @@ class Job:
 
     @property
     def rollouts_per_step(self) -> float:
-        """Number of rollouts sampled for one step, including those without a training signal."""
+        """Number of rollouts that are sampled for one step.
+
+        Rollouts without a training signal count, too.
+        """
         return self.groups_per_step * self.group_size / self.useful_share
 
     @property
@@ -57,7 +60,7 @@ class Job:
 
     @property
     def longest_completion_tokens(self) -> float:
-        """Expected number of tokens of the longest of a group's n completions.
+        """Expected number of tokens of the longest completion in a group.
 
         This is the quantile n / (n + 1) of the lengths, capped at the token limit.
         """

@@ -17,7 +17,7 @@ from echo.core.units import GIGABYTE
 from echo.fleet.job import Job
 
 UNLIMITED = 1e15
-"""Bytes per second of a link without a known limit."""
+"""Rate, in bytes per second, that stands for a link without a known limit."""
 Counts = Sequence[int]
 """Number of active nodes of each offer, in the order of the fleet's offers."""
 
@@ -66,19 +66,19 @@ class Offer:
         return 1 / (1 + self.losses_per_h / 3600 * self.restart_s)
 
     def lost_rollouts_per_s(self) -> float:
-        """Return the number of rollouts per second that are lost with lost nodes.
+        """Return how many rollouts per second are lost because nodes are lost.
 
         An unfinished rollout counts as half.
         """
         return self.losses_per_h / 3600 * self.concurrency / 2
 
     def rollouts_per_s(self, job: Job) -> float:
-        """Return the number of rollouts per second that one node finishes."""
+        """Return how many rollouts per second one node finishes."""
         made = self.tokens_per_s / job.completion_tokens * self.availability
         return max(0.0, made - self.lost_rollouts_per_s())
 
     def group_latency_s(self, job: Job) -> float:
-        """Return the seconds in which one node finishes a group.
+        """Return the seconds that one node needs to finish a group.
 
         This is the time of the group's longest rollout at the speed of a full engine.
         """
@@ -104,12 +104,12 @@ class RentedFleet:
         return sum(offer.rollouts_per_s(job) * count for offer, count in pairs)
 
     def largest_rate(self, job: Job, counts: Counts) -> float:
-        """Return the rollouts per second of the fastest active node; 0 without nodes."""
+        """Return how many rollouts per second the fastest active node finishes; 0 without nodes."""
         pairs = zip(self.offers, counts, strict=True)
         return max((offer.rollouts_per_s(job) for offer, count in pairs if count), default=0.0)
 
     def latency_s(self, job: Job, counts: Counts) -> float:
-        """Return the seconds of a group on the slowest active node; 0 without nodes."""
+        """Return the seconds that the slowest active node needs for a group; 0 without nodes."""
         pairs = zip(self.offers, counts, strict=True)
         return max((offer.group_latency_s(job) for offer, count in pairs if count), default=0.0)
 
@@ -181,14 +181,14 @@ class RentedFleet:
         return job.version_bytes * streams / uplink
 
     def rent_per_h(self, counts: Counts) -> float:
-        """Return the $ per hour for the active nodes and their relays."""
+        """Return what the active nodes and their relays cost, in $ per hour."""
         pairs = list(zip(self.offers, counts, strict=True))
         relays = {offer.region for offer, count in pairs if count and self.has_relay(offer)}
         nodes = sum(offer.price_per_h * count for offer, count in pairs)
         return nodes + sum(self.regions[name].relay_price_per_h for name in relays)
 
     def publication_cost(self, job: Job, counts: Counts) -> float:
-        """Return the $ for sending one publication to all active nodes."""
+        """Return what it costs to send one publication to all active nodes, in $."""
         gigabytes = job.version_bytes / GIGABYTE
         relays = set()
         total = 0.0
@@ -203,7 +203,7 @@ class RentedFleet:
         return total + sum(self.regions[name].price_per_gb * gigabytes for name in relays)
 
     def upload_cost_per_s(self, job: Job, counts: Counts) -> float:
-        """Return the $ per second for sending rollouts when all nodes run at their full rate."""
+        """Return what it costs to send rollouts at the full rate of all nodes, in $ per second."""
         pairs = zip(self.offers, counts, strict=True)
         per_rollout = job.completion_tokens * job.upload_bytes_per_token / GIGABYTE
         return sum(
@@ -212,7 +212,7 @@ class RentedFleet:
         )
 
     def cost_per_h(self, job: Job, counts: Counts) -> float:
-        """Return the $ per hour for nodes, relays and traffic of a learner that never waits.
+        """Return what nodes, relays and traffic cost if the learner never waits, in $ per hour.
 
         `select` minimises this cost. A version is published every publish_period * train_s seconds.
         """

@@ -1,4 +1,4 @@
-"""Models the overlap of generation and training: the provisioning rule and the idle time.
+"""Models how generation and training overlap: the provisioning rule and the idle time.
 
 ECHO-2 (arXiv:2602.02192) states its provisioning rule only in words, which can be read in two ways.
 R is the number of rollouts per step, S the staleness bound, kappa the publish period, T_train the
@@ -43,7 +43,7 @@ from echo.fleet.job import Job
 _CYCLES = 40
 """Number of simulated publications in a prediction. The first half is a warm-up."""
 _LARGEST_TAIL = 0.5
-"""Largest delay of a batch by its last groups, as a share of one group's time."""
+"""The last groups of a batch may delay it by at most this share of one group's time."""
 MAX_STALENESS = 64
 """Largest staleness bound that is proposed as a remedy. Published systems train stably up to this
 staleness."""
@@ -54,10 +54,10 @@ MAX_LOSS = 0.45
 share of the fleet's speed is attributed to this worker. So a fleet with twice the required speed
 can always delay grants."""
 SLACK = 1
-"""Grants are delayed only if groups remain at least this many versions below the staleness bound.
-Otherwise a late group would be stale."""
+"""Grants are delayed only as long as groups stay at least this many versions below the staleness
+bound. Otherwise a late group would be stale."""
 _CHANGE = 0.9
-"""Factor by which a resource is improved to test whether the resource limits the run."""
+"""A resource is improved by this factor to test whether it limits the run."""
 
 
 class Resource(Enum):
@@ -71,17 +71,17 @@ class Resource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicted speed, idle time and staleness of a fleet."""
+    """The speed, the idle time and the staleness that are predicted for a fleet."""
 
     step_s: float
     """Mean seconds between optimizer steps; infinite if no rollouts are made."""
     idle_share: float
     """Share of time in which the learner waits for a batch, 0..1."""
     staleness: Mapping[int, float]
-    """Share of the trained tokens by staleness; empty if nothing is trained."""
+    """Share of the trained tokens at each staleness; empty if nothing is trained."""
     wasted_share: float
-    """Share of the generated rollouts that are never trained on. Groups without a signal do not
-    count."""
+    """Share of the generated rollouts that are never trained on. Groups without a training signal
+    do not count."""
 
     @property
     def mean_staleness(self) -> float:
@@ -90,7 +90,7 @@ class Prediction:
 
 
 def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = None) -> float:
-    """Return the rollouts per second that the provisioning rule requires, without margin.
+    """Return the rollouts per second that the provisioning rule requires, without the job's margin.
 
     If broadcasts leave pausing workers no time to generate, the result is infinity.
 
@@ -105,7 +105,7 @@ def required_rate(job: Job, broadcast_s: float, *, is_pausing: bool | None = Non
 
 
 def window_s(job: Job) -> float:
-    """Return the seconds between a publication and the deadline of the version's first batch.
+    """Return the seconds from a publication to the deadline of the first batch from this version.
 
     The result is (max_staleness - publish_period + 1) * train_s. After the deadline, the learner
     would wait for the batch.
@@ -114,7 +114,7 @@ def window_s(job: Job) -> float:
 
 
 def fits_window(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> bool:
-    """Return whether workers that generate during broadcasts satisfy the staleness bound.
+    """Return whether workers keep the staleness bound if they generate during broadcasts.
 
     This is the condition with S in the provisioning rule (see the module). The code needs no ceil,
     because ceil(y) <= n is equivalent to y <= n for a whole number n.
@@ -142,7 +142,7 @@ def is_enough(job: Job, *, rate: float, broadcast_s: float, latency_s: float) ->
 
 
 def least_slowdown(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> float:
-    """Return the smallest factor by which steps must be longer to satisfy the provisioning rule.
+    """Return the smallest factor by which steps must lengthen to satisfy the provisioning rule.
 
     If workers keep generating and the publish period is S + 1, where S is max_staleness, workers
     and learner must take turns. Then no step time satisfies the rule, and the result is the step
@@ -242,18 +242,17 @@ class _Pipeline:
         self.least_s = job.rollouts_per_step / rate
         """Seconds that a batch takes if all workers have work."""
         self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
-        """Seconds by which a batch takes longer than `least_s`, because its last groups end late.
-        """
+        """Seconds that a batch takes in addition to `least_s`, because its last groups end late."""
         self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
         self.ends = [0.0]
-        """The time at which the training of each version ends, by version. The initial weights,
-        version 0, exist at time 0."""
+        """For each version, the time at which its training ends. The initial weights, version 0,
+        exist at time 0."""
         self.installed = [(0.0, 0)]
-        """(time, version) of each installation, in order of time."""
+        """(time, version) of each installed version, in order of time."""
         self.generated_at = 0.0
         """The time at which the fleet has finished the newest batch."""
         self.begins: list[float] = []
-        """The earliest time at which each step's batch begins, by step."""
+        """For each step, the earliest time at which its batch begins."""
 
     def make_step(self, step: int) -> None:
         """Compute the times of the next step's batch, training and publication."""
@@ -270,14 +269,14 @@ class _Pipeline:
             self.installed.append((at, version))
 
     def _gate(self, step: int) -> float:
-        """Return when the first version that may generate this step's batch is installed."""
+        """Return the time at which a version is installed that may generate this step's batch."""
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness
         return next(at for at, version in self.installed if version >= oldest)
 
     def _spans_of_work(self, begin: float, work_s: float) -> list[tuple[float, float]]:
-        """Return the intervals in which workers generate; their total length is `work_s` seconds.
+        """Return the intervals in which workers generate. Together they last `work_s` seconds.
 
         The first interval starts at or after `begin`. If workers pause, broadcasts interrupt the
         work.
@@ -296,7 +295,7 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return the seconds in which batches are generated, by staleness of the batch.
+        """Return the seconds in which batches are generated, for each staleness of a batch.
 
         The version that is installed during generation determines a batch's staleness. If
         `is_just_in_time`, each batch begins at the latest instant that delays no step.
@@ -317,7 +316,7 @@ class _Pipeline:
         return found
 
     def _begin_of_work(self, end: float, work_s: float) -> float:
-        """Return when workers must begin, to generate for `work_s` seconds until `end`."""
+        """Return when workers must begin, so that they work for `work_s` seconds until `end`."""
         begin = end - work_s
         for arrival, _ in reversed(self.installed[1:]) if self.job.has_pausing_workers else ():
             if arrival - self.broadcast_s < end and arrival > begin:
@@ -335,7 +334,7 @@ class _Pipeline:
 
 
 def _with_spread(job: Job, batch_s: float) -> float:
-    """Return the mean time of a step when the time of a batch varies.
+    """Return the mean time of a step if the time that a batch takes varies.
 
     A step takes max(T, X), where T is the training time and X is the time of a batch. The buffer
     averages X over the batches that the staleness bound allows to be made ahead. If X is normally
@@ -356,7 +355,7 @@ def _with_spread(job: Job, batch_s: float) -> float:
 
 
 def binding_resource(job: Job, *, rate: float, broadcast_s: float, latency_s: float) -> Resource:
-    """Return the resource that limits the speed.
+    """Return the resource that limits the speed of the run.
 
     This is the resource whose improvement by a tenth shortens the step most.
     """
@@ -402,7 +401,7 @@ def staleness_range(
 
 
 def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) -> int:
-    """Return the smallest publish period in which training hides the broadcast of a version.
+    """Return the smallest publish period in which training hides the broadcast of each version.
 
     This is the smallest period with period * t_train_s > t_bcast_s, but at most max_staleness + 1.
     With a longer period, the newest version would become too old to sample before the next

@@ -27,19 +27,20 @@ from echo.fleet.selection import Selection, select
 
 
 PARETO_SLOWDOWNS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
-"""Factors of the learner's step time. The Pareto front has one fleet for each factor."""
+"""Factors by which the learner's step time is multiplied. The Pareto front has one fleet for each
+factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The predicted speed and cost of a set of active nodes."""
+    """The speed and the cost that are predicted for a set of active nodes."""
 
     counts: tuple[int, ...]
     rate: float
     """Rollouts per second that the nodes finish."""
     broadcast_s: float
     latency_s: float
-    """Seconds that the slowest node takes for a group."""
+    """Seconds that the slowest node needs for a group."""
     prediction: Prediction
     rent_per_h: float
     """$ per hour for nodes and relays."""
@@ -49,7 +50,7 @@ class Forecast:
     cost_per_step: float
     """$ per optimizer step for learner, nodes and traffic."""
     cost_per_million_tokens: float
-    """$ per 10^6 completion tokens trained on."""
+    """$ per 10^6 completion tokens on which the learner trains."""
 
     @property
     def cost_per_h(self) -> float:
@@ -59,11 +60,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The effect of one change on the learner's idle share and on the cost."""
+    """How one change affects the learner's idle share and the cost."""
 
     change: str
     idle_change: float
-    """Idle share after the change minus idle share before; negative if the learner waits less."""
+    """Idle share after the change minus idle share before it. Negative if the learner waits
+    less."""
     cost_change_per_h: float
     """$ per hour after the change minus $ per hour before."""
 
@@ -74,7 +76,7 @@ class Provisioning:
 
     fleet: RentedFleet
     job: Job
-    """The job with the plan's publish period."""
+    """The job, in which the plan has set the publish period."""
     outcome: Forecast
     gap: float
     """Share of the cost by which another fleet may be cheaper. 0 if this fleet is proven to be the
@@ -94,7 +96,7 @@ class Provisioning:
     """
     sensitivities: tuple[Sensitivity, ...]
     front: tuple[Forecast, ...]
-    """The forecasts of the cheapest fleets for several step times, fastest first."""
+    """The forecasts of the cheapest fleet for each of several step times, fastest first."""
 
 
 def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provisioning | None:
@@ -106,7 +108,7 @@ def provision(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Provision
 
 
 def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
-    """Return the plan for selected nodes: the forecast, the limits and alternatives."""
+    """Return the plan for the selected nodes: the forecast, the limits and alternatives."""
     job, counts = selection.job, selection.counts
     outcome = outcome_of(fleet, job, counts)
     return Provisioning(
@@ -135,7 +137,7 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
 
 
 def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
-    """Return the predicted speed and cost of a set of nodes.
+    """Predict the speed and the cost of a set of nodes.
 
     Example: a fleet for $0.68/h, a learner for $2/h, 40 steps per hour, no traffic. A step costs
     2.68 / 40 = $0.067. With 512 rollouts of 1000 tokens per step, a million tokens cost $0.131.
@@ -166,7 +168,7 @@ def outcome_of(fleet: RentedFleet, job: Job, counts: Counts) -> Forecast:
 
 
 def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensitivity, ...]:
-    """Return the effects of single changes on the idle share and the cost.
+    """Return how each of several changes alone would affect the idle share and the cost.
 
     The changes are: one more or one fewer node of each offer, a staleness bound higher or lower by
     one, a faster uplink, smaller versions, and a faster learner.
@@ -202,7 +204,7 @@ def sensitivities(fleet: RentedFleet, job: Job, counts: Counts) -> tuple[Sensiti
 
 
 def pareto_front(fleet: RentedFleet, job: Job) -> tuple[Forecast, ...]:
-    """Return the forecasts of the cheapest fleets for several step times, fastest first.
+    """Return the forecast of the cheapest fleet for each of several step times, fastest first.
 
     For each factor in PARETO_SLOWDOWNS, the cheapest fleet for steps of factor * train_s is
     computed. A fleet is left out if another fleet is at least as cheap and has at most the same
@@ -242,7 +244,7 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
 
 
 MAX_FACTOR = 64.0
-"""Largest factor of a proposed remedy."""
+"""Largest factor by which a proposed remedy changes a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +346,10 @@ def _without_budget(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Sel
 
 
 def _with_more_nodes(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> Remedy | None:
-    """Return the remedy that adds the fewest nodes to one offer; None if more nodes do not help."""
+    """Return the remedy that adds the fewest nodes to one offer.
+
+    Return None if more nodes do not help.
+    """
     best: Remedy | None = None
     total = max(1, sum(offer.count for offer in fleet.offers))
     for index, offer in enumerate(fleet.offers):
@@ -398,7 +403,7 @@ def _with_other_period(fleet: RentedFleet, job: Job, periods: Sequence[int]) -> 
 def slowed(
     fleet: RentedFleet, job: Job, periods: Sequence[int] | None = None
 ) -> tuple[float, Selection] | None:
-    """Return the smallest factor by which steps must be longer for a fleet to be sufficient.
+    """Return the smallest factor by which steps must lengthen, so that a fleet is sufficient.
 
     The factor is exact to 1 %. In each longer step, the learner waits for a part of the time.
 
@@ -447,9 +452,9 @@ def _remedy(found: tuple[float, Selection] | None, words: Callable[[float], str]
 
 
 def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:
-    """Return the smallest number from 1 to `limit` with which `attempt` succeeds, or None.
+    """Return the smallest number from 1 to `limit` with which `attempt` succeeds.
 
-    The search doubles the number and then bisects.
+    None: no number does. The search doubles the number and then bisects.
     """
     high = 1
     while attempt(high) is None:

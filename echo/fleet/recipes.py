@@ -1,4 +1,4 @@
-"""Makes the files that start a plan's workers at providers of machines.
+"""Makes the files that start a plan's workers on machines of different providers.
 
 Each offer has one file, which starts all machines of the offer. The first lines of each file
 explain its use. A worker's name ends with the number of its machine. In the settings, the
@@ -19,8 +19,7 @@ IMAGE = "registry.example.com/echo-worker:latest"
 configs/Containerfile."""
 JOIN = "the line in runs/NAME/keys/join where the learner runs"
 DRAIN_S = 90
-"""Seconds between the request to stop and the kill. In this time a worker delivers finished groups.
-"""
+"""Seconds from the request to stop to the kill. In this time a worker delivers finished groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,10 @@ def _words(machines: Machines, config: str, name: str) -> list[str]:
 
 
 def _line(words: Sequence[str], variable: str) -> str:
-    """Return a shell command with one `--set` per line; the shell expands `variable`."""
+    """Return a shell command with one `--set` per line.
+
+    The shell replaces `variable` by its value.
+    """
 
     def quoted(word: str) -> str:
         if variable not in word:

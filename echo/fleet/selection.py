@@ -1,4 +1,4 @@
-"""Finds the cheapest sufficient set of nodes with a bounded search.
+"""Finds the cheapest set of nodes that is sufficient. The search is bounded.
 
 The provisioning rule (overlap.py) is convex in the numbers of nodes: the broadcast time is a
 maximum of linear functions, and the required rate and the time of a batch are convex. So a
@@ -25,15 +25,15 @@ from echo.fleet.market import Counts, Offer, RentedFleet
 from echo.fleet.overlap import is_enough, required_rate, window_s
 
 MAX_NODES = 1000
-"""Largest number of nodes in the tree of one search. Most fleets need ten nodes. 40 similar offers
-reach the limit after 2 s."""
+"""Largest number of nodes in the search tree of one search. Most fleets need ten nodes. 40 similar
+offers reach the limit after 2 s."""
 MAX_ROUNDS = 60
 """Largest number of rounds. A round solves the programme and adds a tangent. Most searches need few
 rounds."""
 
 
 class SearchLimitError(EchoError):
-    """The search ended without a sufficient set and without a proof that there is none."""
+    """The search ended before it found a sufficient set or proved that there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,10 @@ def is_sufficient(fleet: RentedFleet, job: Job, counts: Counts) -> bool:
 def select(
     fleet: RentedFleet, job: Job, *, periods: Iterable[int] | None = None
 ) -> Selection | None:
-    """Return the cheapest sufficient set of nodes for the first feasible publish period.
+    """Return the cheapest sufficient set of nodes.
 
-    The periods are tried in order. If no period has a sufficient set, the result is None.
+    Use the first publish period that has such a set. The periods are tried in order. If no period
+    has a sufficient set, the result is None.
     """
     for period in [job.publish_period] if periods is None else periods:
         tried = replace(job, publish_period=period)
@@ -90,7 +91,7 @@ _SLACK = 1e-9
 
 
 def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:
-    """Return the cheapest sufficient set of nodes for the job's publish period, and the gap.
+    """For the job's publish period, return the cheapest sufficient set of nodes, and the gap.
 
     The set is the number of nodes of each offer. The gap is the share of the cost by which another
     set may be cheaper. If no set is sufficient, the result is None.
@@ -116,7 +117,7 @@ def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | Non
 
 @dataclass(slots=True)
 class _Rows:
-    """Linear constraints of the form `row @ variables >= bound`."""
+    """Linear constraints. Each has the form `row @ variables >= bound`."""
 
     rows: list[_Row] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
@@ -129,7 +130,7 @@ class _Rows:
 
 
 class _Programme:
-    """The mixed-integer linear programme of a fleet and job, with its tangents."""
+    """The mixed-integer linear programme of a fleet and a job, together with its tangents."""
 
     def __init__(self, fleet: RentedFleet, job: Job) -> None:
         self.fleet, self.job = fleet, job
@@ -147,10 +148,10 @@ class _Programme:
             self.constraints.add(-self.costs, -job.budget_per_h)
 
     def solve(self) -> tuple[tuple[int, ...], float] | None:
-        """Return the best number of nodes of each offer under the present tangents, and the gap.
+        """Return the best number of nodes of each offer, and the gap.
 
-        The gap is the share of the cost by which another solution may be cheaper. If the
-        constraints cannot be satisfied, the result is None.
+        Only the present tangents apply. The gap is the share of the cost by which another solution
+        may be cheaper. If the constraints cannot be satisfied, the result is None.
         """
         offers, job = self.fleet.offers, self.job
         is_integer = np.ones(self.size)
@@ -209,7 +210,7 @@ class _Programme:
         return np.zeros(self.size)
 
     def _costs(self) -> _Row:
-        """Return the $ per hour of one unit of each variable.
+        """Return what one unit of each variable costs, in $ per hour.
 
         RentedFleet.cost_per_h is the sum of cost times value over all variables.
         """
@@ -231,7 +232,7 @@ class _Programme:
         return row
 
     def _link_variables(self) -> None:
-        """Require that an offer counts as used if and only if the offer has nodes.
+        """Require that an offer counts as used exactly if it has nodes.
 
         The relay of a used offer's region counts as used, too.
         """
