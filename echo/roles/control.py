@@ -1,4 +1,4 @@
-"""Controls a node's link to the learner: the address to dial, and the time to give up.
+"""Controls a node's link to the learner: which address to dial, and when to give up.
 
 The control link transports the messages between a node and the learner. The rules are:
 
@@ -23,15 +23,18 @@ from echo.weights.parents import CONNECT_TIMEOUT_S, Connection, Parents
 from echo.wire.actions import Action, Dial, HangUp, Note
 
 MAX_REFUSALS = 3
-"""Number of successive refusals by every address after which a node gives up."""
+"""A node gives up after every address has refused it this many times in succession."""
 WARN_AFTER_S = 5.0
-"""Seconds without the learner after which a node warns the operator."""
+"""A node warns the operator after this many seconds without the learner."""
 LOST_LINK = "lost link"
-"""Topic of the notes on a lost link to the learner."""
+"""Topic of the log lines on a lost link to the learner."""
 
 
 class ControlLink:
-    """Dials the learner's addresses in turn; stops the node if all addresses fail."""
+    """Dials the learner's addresses in turn. If all of them fail, stops the node.
+
+    If all addresses refuse the node, the link stops it.
+    """
 
     def __init__(
         self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float
@@ -49,13 +52,14 @@ class ControlLink:
         self._connection: Connection | None = None
         self._address_index = 0
         self.lost_at = self.received_at = now
-        """lost_at: time at which the learner was last reachable. received_at: time of the learner's
-        last message or of the link's answer."""
+        """lost_at: when the learner was last reachable. received_at: when the last message from the
+        learner, or the link's answer, arrived."""
         self._faults: dict[str, str] = {}
-        """Error of the last failed attempt to dial, by address."""
+        """For each address, the error of the last failed attempt to dial it."""
         self._num_refusals: Counter[str] = Counter()
         self._warned_at: dict[str, float] = {}
-        """Time of the last warning about the missing learner, by state of the admission."""
+        """For each state of the admission, the time of the last warning that the learner is
+        missing."""
 
     # --- the connection --------------------------------------------------------------------------
 
@@ -75,11 +79,11 @@ class ControlLink:
         return "" if self._connection is None else self._connection.node_id
 
     def has(self, peer: str) -> bool:
-        """Return whether `peer` is the peer id of this link."""
+        """Return whether `peer` is the peer id of this link's connection."""
         return self._connection is not None and self._connection.peer == peer
 
     def dial(self, now: float) -> list[Action]:
-        """Dial the present address."""
+        """Dial the address whose turn it is."""
         addresses = self._parents.learner_addresses
         address = addresses[self._address_index % len(addresses)]
         self._connection = self._parents.control = Connection(address, dialled_at=now)
@@ -87,7 +91,7 @@ class ControlLink:
         return [*lost, Dial(address, "control")]
 
     def dial_next(self, now: float) -> list[Action]:
-        """Close the connection and dial the next address."""
+        """Close the connection and dial the address that follows the present one."""
         actions: list[Action] = [HangUp(self.peer)] if self.peer else []
         self._address_index += 1
         return actions + self.dial(now)
@@ -98,12 +102,15 @@ class ControlLink:
             self._connection.peer = self._connection.peer or peer
 
     def connected(self, *, now: float) -> None:
-        """Record that the connection is open, for the first time or again."""
+        """Record that the connection has opened, for the first time or again."""
         assert self._connection is not None
         self._connection.greeted_at = now
 
     def greeted(self, node_id: str, *, now: float) -> list[Action]:
-        """Handle the other end's Greeted; send Hello over a new connection."""
+        """Handle the Greeted that the other end has sent.
+
+        If the connection is new, send Hello over it.
+        """
         if self._connection is None or self._connection.node_id:
             return []
         self._connection.node_id = node_id
@@ -113,14 +120,14 @@ class ControlLink:
         return self.joining.linked(now=now)
 
     def disconnected(self, reason: str, *, now: float) -> list[Action]:
-        """Handle the loss of the connection: warn, and dial the next address."""
+        """Handle the loss of the connection: warn the operator, and dial the next address."""
         text = f"lost the link to {self.address}: {reason}"
         return [Note("warning", text, LOST_LINK), *self.dial_next(now)]
 
     # --- useless addresses -----------------------------------------------------------------------
 
     def dial_failed(self, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle a failed attempt to dial; stop the node if all addresses refuse the node."""
+        """Handle a failed attempt to dial. If all addresses refuse the node, stop the node."""
         self._faults[self.address] = reason
         if is_refused:
             return self._refused("refused", reason, now)
@@ -128,7 +135,7 @@ class ControlLink:
         return []
 
     def leave_address(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address; dial the next address or stop the node.
+        """Count a refusal by the present address. Then dial the next address or stop the node.
 
         The process at the present address may be dishonest.
         """
@@ -139,7 +146,10 @@ class ControlLink:
         return stop or [Note("warning", text, reason), *self.dial_next(now)]
 
     def _refused(self, reason: str, text: str, now: float) -> list[Action]:
-        """Count a refusal by the present address; stop the node if all addresses refused."""
+        """Count a refusal by the present address.
+
+        If all addresses have refused the node, stop it.
+        """
         self._num_refusals[self.address] += 1
         addresses = self._parents.learner_addresses
         if any(self._num_refusals[each] < MAX_REFUSALS for each in addresses):
@@ -154,7 +164,7 @@ class ControlLink:
     # --- time without the learner ----------------------------------------------------------------
 
     def begin(self, *, now: float) -> list[Action]:
-        """Dial the first address; start to measure the time without the learner."""
+        """Dial the first address. From now on, measure the time without the learner."""
         self.lost_at = self.received_at = now
         return self.dial(now)
 
@@ -164,11 +174,11 @@ class ControlLink:
 
     @property
     def silent_at(self) -> float:
-        """Time at which the learner counts as silent if no message arrives before."""
+        """Time at which the learner counts as silent, if no message from it arrives before then."""
         return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:
-        """Return when `expire` must be called next, while the node is not admitted.
+        """For a node that is not admitted, return when `expire` must be called next.
 
         A leaving node does not give up. So if `is_leaving`, this is the time of the next repeat.
         """
@@ -179,7 +189,7 @@ class ControlLink:
         return self.lost_at + self._settings.reconnect_for_s
 
     def expire(self, *, is_leaving: bool, now: float) -> list[Action]:
-        """Repeat an unanswered joining message, dial the next address, or stop."""
+        """Send an unanswered joining message again, dial the next address, or stop the node."""
         joining = self.joining
         remaining_s = self._give_up_at - now
         if remaining_s <= 0 and not is_leaving:
@@ -194,7 +204,10 @@ class ControlLink:
         return actions + joining.repeat(now)
 
     def leave_silent(self, *, now: float) -> list[Action]:
-        """Warn and dial the next address, because the learner was silent for `dead_after_s`."""
+        """Warn the operator and dial the next address, because the learner was silent too long.
+
+        The limit is `dead_after_s` seconds.
+        """
         text = f"no message from the learner for {self.joining.dead_after_s:.0f} s"
         return [Note("warning", text, "silent learner"), *self.dial_next(now)]
 
@@ -210,7 +223,7 @@ class ControlLink:
         return "\n  last attempt: ".join([text, *self._faults.values()])
 
     def _warn(self, remaining_s: float, now: float) -> list[Action]:
-        """Return a warning if the learner has been unreachable for WARN_AFTER_S.
+        """If the learner has been unreachable for WARN_AFTER_S, return a warning.
 
         Each state of the admission causes at most one warning per minute.
         """

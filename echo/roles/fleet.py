@@ -1,4 +1,7 @@
-"""Describes the fleet for the operator: nodes and versions in the status, and lines in the log."""
+"""Describes the fleet for the operator.
+
+The status shows nodes and versions, the log shows lines.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
 MAX_NAMES_LISTED = 3
-"""Largest number of silent nodes that a line names. Further nodes are only counted."""
+"""Largest number of silent nodes that a log line names. Further nodes are only counted."""
 MAX_VERSIONS_LISTED = 8
 MIN_RUNNING_S = 5.0
-"""Seconds that a group must have run before its rate counts as the worker's speed."""
+"""A group must have run for this many seconds before its rate counts as the worker's speed."""
 
 
 class FleetView:
@@ -28,14 +31,14 @@ class FleetView:
         self._leases = scheduler.groups.leases
 
     def nodes(self, *, step: int, now: float) -> tuple[NodeStatus, ...]:
-        """Return the status of each node; `step` is the learner's step."""
+        """Return the status of each node. `step` is the learner's present step."""
         return tuple(
             member.view(step=step, num_leases=self._leases.num_leases(member.node_id), now=now)
             for member in self._roster.nodes.values()
         )
 
     def versions(self) -> tuple[VersionStatus, ...]:
-        """Return the status of the newest version and of other versions that nodes fetch.
+        """Return the status of the newest version, and of other versions that nodes are fetching.
 
         At most MAX_VERSIONS_LISTED versions are included, newest first.
         """
@@ -74,7 +77,7 @@ class FleetView:
         )
 
     def _slowest_link(self, fetching: Sequence[Member]) -> LinkStatus | None:
-        """Return the link of the node that will finish last; None if no nodes fetch."""
+        """Return the link to the node that will finish last. Return None if no node is fetching."""
         payload = self._broadcast.payload
         num_bytes = 0 if payload is None else payload.num_bytes
         links = []
@@ -90,7 +93,7 @@ class FleetView:
         return max(links, key=_remaining_s, default=None)
 
     def observe(self) -> ObservedFleet:
-        """Return the present work of the relays and active workers, for explanations of waits."""
+        """Return what relays and active workers are doing now. Explanations of waits use it."""
         scheduler, settings = self._scheduler, self._scheduler.settings
         members = self._roster.active()
         workers = [member.worker for member in members if member.role == "worker"]
@@ -128,7 +131,7 @@ class FleetView:
         )
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
-        """Return one line about the nodes that are dropped as silent."""
+        """Return a log line about the nodes that are dropped because they are silent."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_LISTED:
             names[MAX_NAMES_LISTED:] = [f"{len(names) - MAX_NAMES_LISTED} others"]
@@ -142,7 +145,7 @@ class FleetView:
 
 
 def held_share(member: Member) -> float:
-    """Return how much of the fetched version a node has, as a share of chunks, 0..1."""
+    """Return which share of the fetched version's chunks a node has, 0..1."""
     stats = member.stats
     return min(1.0, stats.num_chunks_held / stats.num_chunks) if stats.num_chunks else 0.0
 

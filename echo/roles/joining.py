@@ -1,4 +1,4 @@
-"""Admits nodes to the run, with one table of states for the node and one for the learner.
+"""Admits nodes to the run. One table of states is for the node, one for the learner.
 
 The node's end (`Joining.TABLE`):
 
@@ -82,24 +82,24 @@ from echo.wire.messages import (
 from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
-"""Types of the learner's messages that are not about joining. The node's role handles these
+"""Types of the learner's messages about work, not about joining. The node's role handles these
 messages."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
-"""Types of the nodes' messages to the learner that are not about joining."""
+"""Types of the messages about work, not about joining, that nodes send to the learner."""
 
 State = TypeVar("State", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[State]):
-    """The effect of an event in one state: the next state, if any, and a method."""
+    """What an event does in one state: the next state, if it changes, and a method to call."""
 
     handle: Callable[..., list[Action]]
     then: State | None = None
 
 
 Table = dict[State, dict[type, Step[State]]]
-"""The step for each state and type of event."""
+"""A table with the step for each pair of a state and a type of event."""
 
 
 def _ignore(*_: object, **__: object) -> list[Action]:
@@ -116,7 +116,8 @@ def _each(events: Iterable[type], step: Step[Any]) -> dict[type, Step[Any]]:
 # --- Trust: what the learner of the run has signed ---
 
 FINGERPRINT_BYTES = 16
-"""Length of a fingerprint. Finding another key with the same 128 bits takes 2^128 attempts."""
+"""Number of bytes in a fingerprint. Finding another key with the same 128 bits takes 2^128
+attempts."""
 
 # These contexts keep the hashes apart from a manifest's root, which the same key signs.
 _FINGERPRINT = "echo-rl 2026-11 fingerprint of a learner's signing key"
@@ -124,7 +125,7 @@ _ANSWER = "echo-rl 2026-11 answer to a hello"
 _HELLO = "echo-rl 2026-11 hello"
 
 Answer = TypeVar("Answer", Welcome, Refuse, Finish)
-"""The signed answers of the learner to a Hello."""
+"""The answers that the learner may give to a Hello. It signs them."""
 
 
 def fingerprint(public_key: bytes) -> bytes:
@@ -133,12 +134,12 @@ def fingerprint(public_key: bytes) -> bytes:
 
 
 def show_fingerprint(value: bytes) -> str:
-    """Return a fingerprint as text, as in a join string."""
+    """Return a fingerprint as text, in the form that join strings use."""
     return base64.urlsafe_b64encode(value).decode().rstrip("=")
 
 
 def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
-    """Return an answer with a signature of all other fields.
+    """Return a copy of an answer that contains a signature of all its other fields.
 
     The answer contains the hash of a Hello. So the answer is valid only for this Hello and its
     process.
@@ -148,20 +149,23 @@ def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
 
 
 def hash_hello(hello: Hello) -> bytes:
-    """Return the hash that identifies a Hello in an answer."""
+    """Return the hash by which an answer refers to this Hello."""
     body = msgspec.msgpack.encode(_arriving(hello))
     return blake3(body, derive_key_context=_HELLO).digest()
 
 
 def _arriving(message: Any) -> Any:
-    """Return a message as its receiver decodes it: float fields contain floats."""
+    """Return a message as its receiver decodes it.
+
+    In particular, float fields then contain floats.
+    """
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
 def answer_fault(
     answer: Welcome | Refuse | Finish, *, known: bytes | None
 ) -> tuple[str, str] | None:
-    """Return (reason, detail) if an answer's signature is invalid, otherwise None.
+    """Return (reason, detail) if the signature of an answer is invalid. Otherwise return None.
 
     Args:
         answer: the answer as it arrived.
@@ -197,15 +201,17 @@ def _hash(answer: Welcome | Refuse | Finish) -> bytes:
 
 
 CODE = "task.code"
-"""Key in the inherited settings: the hash and the path of each module of the learner's task."""
+"""Key in the inherited settings. Its value has the hash and the path of each module of the
+learner's task."""
 LIKELY_IDS = "likely_ids"
-"""Key in the inherited settings: the number of most likely ids that workers send with each token.
-The loss determines the number."""
+"""Key in the inherited settings. Its value is how many of the most likely ids workers send with
+each token. The loss determines the number."""
 MAX_TREE_TOKENS = "max_tree_tokens"
-"""Key in the inherited settings: the largest number of tokens in all chains of an agent's rollout.
-"""
+"""Key in the inherited settings. Its value is the largest number of tokens that all chains of an
+agent's rollout may have together."""
 EXPECTED = "expected"
-"""Key in the inherited settings: the expected number of rollouts and the expected prompt length."""
+"""Key in the inherited settings. Its value has the expected number of rollouts and the expected
+prompt length."""
 INHERITED_FILES = frozenset({
     "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -213,11 +219,11 @@ INHERITED_FILES = frozenset({
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "chat_template.jinja",
 })  # fmt: skip
-"""The only allowed names of inherited files. Python does not import files with these names."""
+"""The only names that inherited files may have. Python does not import files with these names."""
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a resume must not change.
+    """Return those settings that must stay the same when a run is resumed.
 
     Paths and expected prompts are left out, because a resume may change them.
     """
@@ -229,17 +235,20 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Configure(Action):
-    """Action: build task and engine from the learner's files and settings; report their hashes."""
+    """Action: build task and engine from the learner's files and settings.
+
+    Then report their hashes.
+    """
 
     settings: dict[str, Any]
     assets: dict[str, bytes]
 
 
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Return text on the hashes that differ between a node and the learner, or None.
+    """Return text that names the hashes in which a node and the learner differ.
 
-    A file is compared only if both sides have the file. An empty hash means that a side lacks the
-    file.
+    Return None if all agree. A file is compared only if both sides have the file. An empty hash
+    means that a side lacks the file.
     """
     faults = [
         f"{name}: this node has {value[:16]}, the learner {theirs[name][:16]}"
@@ -255,7 +264,10 @@ def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | No
 
 
 def describe_assets(files: dict[str, bytes]) -> dict[str, tuple[str, int]]:
-    """Return the hash and size of each file that a worker may inherit, by name, for Welcome."""
+    """Return the hash and the size of each file that a worker may inherit.
+
+    Welcome contains them.
+    """
     return {name: (blake3(data).hexdigest(), len(data)) for name, data in files.items()}
 
 
@@ -268,7 +280,10 @@ class Assets:
         *,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Expect the files in `expected`, by name: (BLAKE3 hash in hex, size in bytes)."""
+        """Expect the files in `expected`. Each name has (BLAKE3 hash in hex, size in bytes).
+
+        `expected[name]` is (BLAKE3 hash in hex, bytes).
+        """
         self.expected = expected or {}
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}
@@ -279,13 +294,13 @@ class Assets:
         return [name for name in self.expected if name not in self.files]
 
     def keep(self, former: Assets) -> None:
-        """Take over the expected files that `former` has already received."""
+        """Take over those expected files that `former` has already received."""
         for name, data in former.files.items():
             if self.expected.get(name) == former.expected[name]:
                 self.files[name] = data
 
     def add(self, name: str, data: bytes) -> None:
-        """Store a file that has arrived, after checking its size and hash.
+        """Check the size and the hash of a file that has arrived, and store the file.
 
         Raises:
             RemoteProtocolError: if size or hash differ from the announced values.
@@ -298,24 +313,25 @@ class Assets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """The settings with which a node joins, from its own configuration."""
+    """The settings that a node has from its own configuration when it joins."""
 
     node_id: str
     role: str
     incarnation: str
     addresses: tuple[str, ...]
-    """Addresses at which to dial the learner, in order."""
+    """The learner's addresses, in the order in which the node dials them."""
     advertise: str | None
     """Address at which this node serves weights; None if the node does not listen."""
     echo_version: str
     reconnect_for_s: float
     max_image_bytes: int
     digests: dict[str, str]
-    """Hashes of the node's own files, by name; empty if the node inherits all files."""
+    """Hashes of the node's own files, under the files' names; empty if the node inherits all
+    files."""
     seal_keys: SealKeys = field(repr=False)
     retry_s: float = 1.0
     heartbeat_s: float = 5.0
-    """Seconds between heartbeats before a Welcome contains the run's value."""
+    """Seconds between heartbeats until a Welcome states the run's value."""
     dead_after_s: float = 45.0
     fingerprint: bytes | None = None
     """Fingerprint of the learner's signing key, from the join string; None if unknown."""
@@ -347,31 +363,34 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Event: the control link is lost; the next address is dialled until `retry_at`."""
+    """Event: the control link is lost.
+
+    Until `retry_at`, the node waits for a link to the next address.
+    """
 
     retry_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Event: task and engine are built; `digests` are the hashes of their files."""
+    """Event: task and engine are built. `digests` has the hashes of their files."""
 
     digests: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerToAnother:
-    """Event: a Welcome that answers another Hello, or an Admitted for another process."""
+    """Event: a Welcome answers a different Hello, or an Admitted is for a different process."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnotherChannel:
-    """Event: a second Welcome with other keys, because the learner was restarted."""
+    """Event: a second Welcome arrived with different keys, because the learner was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfitWelcome:
-    """Event: a Welcome to a run that this node cannot join."""
+    """Event: a Welcome arrived from a run that this node cannot join."""
 
     reason: str
     error: EchoError
@@ -386,30 +405,37 @@ class GaveUp:
 
 
 class JoiningRole(Protocol):
-    """The interface of a joining node's role, as `Joining` uses it."""
+    """The methods that `Joining` calls on the role of a node that joins."""
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to the learner; without a link there is none."""
+        """Return the action that sends a message to the learner.
+
+        Without a link, return no action.
+        """
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Handle a Welcome; `version_bytes` is the size of a version of the weights as sent."""
+        """Handle a Welcome.
+
+        `version_bytes` is the number of bytes that are sent for a version of the weights.
+        """
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle an admission of this node. There may be several admissions."""
+        """Handle the news that this node is admitted. It may arrive several times."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a learner's message about work, such as a Grant."""
+        """Handle a message about work from the learner, such as a Grant."""
 
 
 class Joining:
-    """A node's side of the admission: its state, and the messages to send and to expect."""
+    """The node's side of the admission: its state, and which messages it sends and expects."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, role: JoiningRole) -> None:
         self.settings = settings
         self.broadcast = broadcast
         self.state = NodeState.DIALLING
         self.via = ""
-        """Address and id of the node through which the learner is reached, for messages."""
+        """Address and id of the node through which this node reaches the learner. Messages to the
+        operator show it."""
         self.retry_at = 0.0
         self.run_id = ""
         self.lineages: tuple[Lineage, ...] = ()
@@ -427,7 +453,7 @@ class Joining:
     # --- events ----------------------------------------------------------------------------------
 
     def receive(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message from the learner in the present state.
+        """Handle a message from the learner. What it does depends on the present state.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that learners never send, or if a file
@@ -438,7 +464,7 @@ class Joining:
         return self._take(self._classify(message), payload, now)
 
     def forgery(self, message: Message) -> tuple[str, str] | None:
-        """Return (reason, detail) if a Welcome lacks the learner's signature, otherwise None.
+        """Return (reason, detail) if a Welcome is not signed by the learner. Otherwise return None.
 
         No field of a Welcome may be used before this check.
         """
@@ -479,23 +505,26 @@ class Joining:
         return message.answers == self.hello_hash and not is_late
 
     def linked(self, *, now: float) -> list[Action]:
-        """Send Hello over the control link that was just established."""
+        """Send Hello over the control link, which was just established."""
         return self._take(Linked(), [], now)
 
     def lost(self, *, retry_at: float, now: float) -> list[Action]:
-        """Record the loss of the control link; the next address is dialled until `retry_at`."""
+        """Record that the control link is lost.
+
+        The node waits until `retry_at` for a link to the next address.
+        """
         return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
-        """Record that task and engine are built; `digests` are the hashes of their files."""
+        """Record that task and engine are built. `digests` has the hashes of their files."""
         return self._take(Built(digests), [], now)
 
     def give_up(self, reason: str, error: EchoError, *, now: float) -> list[Action]:
-        """End the node with `reason` and `error`."""
+        """End the node, for the given reason and with the given error."""
         return self._take(GaveUp(reason, error), [], now)
 
     def _classify(self, message: Message) -> object:
-        """Return the event for a message, usually the message itself."""
+        """Return the event that a message causes. Usually this is the message itself."""
         match message:
             case Welcome() | Admitted() if message.incarnation != self.settings.incarnation:
                 return AnswerToAnother()
@@ -517,7 +546,10 @@ class Joining:
         return message
 
     def _take(self, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out the table's entry for an event. No other code changes the state."""
+        """Do what the table says for an event in the present state.
+
+        No other code changes the state.
+        """
         step = self.TABLE[self.state][type(event)]
         if step.then is not None:
             self.state = step.then
@@ -526,7 +558,7 @@ class Joining:
     # --- what is sent, and repeated --------------------------------------------------------------
 
     def repeat(self, now: float) -> list[Action]:
-        """Send the present state's message again, because the answer has not arrived."""
+        """Send the message of the present state again, because the learner has not answered it."""
         self.retry_at = now + self.settings.retry_s
         match self.state:
             case NodeState.JOINING:
@@ -577,7 +609,7 @@ class Joining:
         )
 
     def _agree(self, message: Welcome) -> None:
-        """Seal all later messages with the keys in a signed Welcome."""
+        """Adopt the keys in a signed Welcome. All later messages are sealed with them."""
         theirs, channel = message.seal_key, self._channel_of(message)
         made = Channel(self.settings.seal_keys, theirs, channel, is_learner=False)
         if made.is_possible:
@@ -614,7 +646,10 @@ class Joining:
         return self.repeat(now) if self._assets.missing else self._configure(now)
 
     def _find_mismatch(self, message: Welcome) -> tuple[str, str] | None:
-        """Return (reason, detail) if this node cannot accept a signed Welcome, otherwise None."""
+        """Return (reason, detail) if this node cannot accept a signed Welcome.
+
+        Otherwise return None.
+        """
         if self.run_id and (message.run_id, message.public_key) != (self.run_id, self._learner_key):
             return (
                 "another_run",
@@ -746,7 +781,7 @@ class Joining:
             **_each((Asset, Admitted, Rehello), IGNORED),
         },
     }
-    """The effect of each event on a node, by the state of the node."""
+    """What each event does to a node, for each state of the node."""
 
 
 # --- The learner's end ---
@@ -754,25 +789,25 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSettings:
-    """The requirements for admission, and the contents of Welcome."""
+    """What the learner requires for admission, and what Welcome contains."""
 
     run_id: str
     key: Ed25519PrivateKey = field(repr=False)
     """The learner's key, which signs the files and settings that nodes inherit."""
     seal_keys: SealKeys = field(repr=False)
     settings: dict[str, Any]
-    """The values of the settings that workers inherit, by name."""
+    """The values of the settings that workers inherit, under the settings' names."""
     assets: dict[str, bytes]
     digests: dict[str, str]
     heartbeat_s: float
     dead_after_s: float
     epoch: float | None = None
-    """Unix time, seconds, at which `now` was 0; None if unknown."""
+    """Unix time, in seconds, at the instant where `now` is 0; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """Event: a Hello of a new process under the name of a silent process."""
+    """Event: a new process sent a Hello under the name of a process that is silent."""
 
     hello: Hello
     old: Member
@@ -780,17 +815,17 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class NameHeld:
-    """Event: a Hello under a name that another, recently active process holds."""
+    """Event: a Hello arrived under a name that a different, recently active process holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RosterFull:
-    """Event: a Hello under a new name while MAX_NODES nodes are known."""
+    """Event: a Hello arrived under a new name, but MAX_NODES nodes are already known."""
 
 
 @dataclass(frozen=True, slots=True)
 class HelloRefused:
-    """Event: a Hello is refused, and the sending process must end."""
+    """Event: a Hello is refused, so the process that sent it must end."""
 
     reason: str
     detail: str
@@ -799,7 +834,7 @@ class HelloRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyRefused:
-    """Event: a Ready with hashes that differ from the learner's; the node is refused."""
+    """Event: a Ready has hashes that differ from the learner's hashes. The node is refused."""
 
     reason: str
     detail: str
@@ -808,7 +843,7 @@ class ReadyRefused:
 
 @dataclass(frozen=True, slots=True)
 class ReadyOfAnother:
-    """Event: a Ready from a process that did not get the Welcome."""
+    """Event: a process sent a Ready, but the Welcome went to a different process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -818,23 +853,23 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Expelled:
-    """Event: an internal error occurred while a node's message was handled."""
+    """Event: an internal error occurred while a message from a node was handled."""
 
 
 class AdmittingRole(Protocol):
-    """The interface of the learner's role, as `Admission` uses it."""
+    """The methods that `Admission` calls on the learner's role."""
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
-        """Take back the leases of a node that left or was replaced."""
+        """Take back all leases from a node that left or was replaced."""
 
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a node's heartbeat, result or Goodbye."""
+        """Handle a heartbeat, a result or a Goodbye from a node."""
 
 
 class Admission:
-    """The learner's side of the admission: decides which nodes are admitted."""
+    """The learner's side of the admission. It decides which nodes are admitted."""
 
     def __init__(
         self,
@@ -863,7 +898,9 @@ class Admission:
     def receive(
         self, source: str, message: Message, payload: list[Frame], *, now: float
     ) -> list[Action]:
-        """Handle a routed message from the node `source`, depending on the node's presence.
+        """Handle a routed message from the node `source`.
+
+        What it does depends on the node's presence.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that nodes never send, or is invalid.
@@ -875,7 +912,7 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node must send Hello before this message on a new link.
+        """Return whether a known node must first send Hello if this message arrives on a new link.
 
         Messages about joining need no Hello.
         """
@@ -899,7 +936,7 @@ class Admission:
         return member is None
 
     def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
-        """Return whether a message is genuine and up to date.
+        """Return whether a message is genuine and not an old message that was sent again.
 
         A genuine message comes from the process that holds the name of the message's source. If a
         message was sealed in another channel, it is usually outdated, and the result is False.
@@ -913,7 +950,7 @@ class Admission:
         return open_seal(member.seals, envelope, payload)
 
     def has_joined(self, source: str) -> bool:
-        """Return whether the node has sent a message sealed in its present channel."""
+        """Return whether the node has sent at least one message that its present channel seals."""
         member = self.roster.nodes.get(source)
         return member is not None and member.seals.confirmed is not None
 
@@ -925,7 +962,7 @@ class Admission:
         return silent
 
     def expel(self, source: str, *, now: float) -> bool:
-        """Remove a node after an internal error; return whether the node was known."""
+        """Remove a node after an internal error. Return whether the learner knew the node."""
         is_known = source in self.roster.nodes
         self._take(source, Expelled(), [], now)
         return is_known
@@ -935,7 +972,7 @@ class Admission:
         return Presence.UNKNOWN if member is None else member.presence
 
     def _classify(self, source: str, message: Message, now: float) -> object:
-        """Return the event for a message, usually the message itself."""
+        """Return the event that a message causes. Usually this is the message itself."""
         match message:
             case Hello():
                 return self._classify_hello(source, message, now)
@@ -981,7 +1018,7 @@ class Admission:
         return ReadyRefused("digest_mismatch", fault, member.hello_hash)
 
     def _take(self, source: str, event: object, payload: list[Frame], now: float) -> list[Action]:
-        """Carry out the table's entry for an event. No other code changes a node's presence."""
+        """Do what the table says for an event. No other code changes the presence of a node."""
         step = self.TABLE[self._presence_of(source)][type(event)]
         member = self.roster.nodes.get(source)
         if step.then is not None:
@@ -1077,7 +1114,7 @@ class Admission:
         return self._peer_faults.note(LEARNER_ID, "too_many_nodes", text, now=now)
 
     def finish(self, message: Hello, reason: str) -> list[Action]:
-        """Answer a Hello with a signed Finish, because the run has ended with `reason`."""
+        """Answer a Hello with a signed Finish. The run has ended, and `reason` says why."""
         finish = Finish(
             reason=reason,
             answers=hash_hello(message),
@@ -1169,4 +1206,4 @@ class Admission:
             **_each((Silent, Expelled), Step(_ignore, Presence.UNKNOWN)),
         },
     }
-    """The effect of each event at the learner, by the presence of the node."""
+    """What each event does at the learner, for each presence of the node."""

@@ -111,12 +111,11 @@ class LearnerSettings:
     leases: LeaseSettings
     site: Site
     """The learner's place in the network. If the address is empty, each node uses the address at
-    which it reached the learner. The uplink's rate is used until transfers have measured the rate.
-    """
+    which it reached the learner. The uplink's rate is used until transfers have measured it."""
     chunk_bytes: int = 1 << 20
     uplinks: dict[str, float] = field(default_factory=dict)
-    """Bytes per second that each node, including the learner, could send before the run was
-    resumed, by node id."""
+    """For each node id, including the learner's, the bytes per second that the node could send
+    before the run was resumed."""
 
 
 # --- Events, beside those of the parts ---
@@ -124,12 +123,12 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class GrantsDue:
-    """Event: prompts were made or groups left the buffer, so more groups may be granted."""
+    """Event: more groups may be granted, because prompts were made or groups left the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantsStopped:
-    """Event: the learner is ending, so no further groups may be granted."""
+    """Event: no further groups may be granted, because the learner is ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +155,24 @@ class StandbyChosen:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Event: the operator has paused or resumed the run; a paused run grants no groups."""
+    """Event: the operator has paused the run or resumed it. A paused run grants no groups."""
 
     is_paused: bool
 
 
 @dataclass(frozen=True, slots=True)
 class HoldChosen:
-    """Event: the operator has chosen `hold` for a node. None cancels an earlier choice."""
+    """Event: the operator has chosen to hold a node on standby or to drain it.
+
+    None cancels the choice.
+    """
 
     node_id: str
     hold: Hold | None
 
 
 class Learner(Role):
-    """The learner's role: decides what the learner sends and records, without IO or a clock."""
+    """The learner's role. It decides what the learner sends and records, without IO or a clock."""
 
     def __init__(
         self,
@@ -189,7 +191,8 @@ class Learner(Role):
         self.roster = Roster(heartbeat_s=admission.heartbeat_s, dead_after_s=admission.dead_after_s)
         self.is_granting = True
         self.is_paused = False
-        """Whether the operator has paused the run. Groups that were already granted continue."""
+        """Whether the operator has paused the run. Groups that were granted before the pause
+        continue."""
         self._grants = Paced(GRANT_S)
         self.routes = Routes(self.counters, self.roster.channel_of)
         self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
@@ -233,7 +236,7 @@ class Learner(Role):
 
     @property
     def buffer(self) -> AcceptedGroups:
-        """The groups that are accepted and not yet trained on."""
+        """The groups that are accepted but not yet trained on."""
         return self.scheduler.buffer
 
     @property
@@ -244,7 +247,10 @@ class Learner(Role):
     # --- links and messages ----------------------------------------------------------------------
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Remove a lost link; nodes behind the link are dropped after `dead_after_s` of silence."""
+        """Remove a lost link.
+
+        If the nodes behind it stay silent for `dead_after_s`, they are dropped.
+        """
         if peer in self.viewers:
             self.viewers.disconnected(peer)
             return []
@@ -253,11 +259,14 @@ class Learner(Role):
         return self.broadcast.remove_child(peer, now=now)
 
     def guest_connected(self, peer: str, user: str, *, now: float) -> list[Action]:
-        """Admit a viewer. Only `viewers` handles a viewer's messages."""
+        """Admit a viewer. `viewers` handles all messages from viewers."""
         return self.viewers.connected(peer, user, now=now)
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message; count and log a peer's protocol error instead of raising it."""
+        """Handle a message.
+
+        If it violates the protocol, count and log the error, but do not raise it.
+        """
         if peer in self.viewers:
             return self.viewers.receive(peer, frames, now=now)
         try:
@@ -269,7 +278,7 @@ class Learner(Role):
             return self._peer_faults.note(source, "protocol", text, now=now)
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the node that sent a message. If the sender is no node, close the link.
+        """Drop the node that sent a message. If the sender is not a node, close its link.
 
         A relay's link stays open for the other nodes behind the relay. The dropped node must send
         Hello again. Plans and grants follow at the next deadline.
@@ -347,7 +356,10 @@ class Learner(Role):
     def _refuse_forged(
         self, peer: str, source: str, message: Message, error: ForgedError, now: float
     ) -> list[Action]:
-        """Drop a message that was forged or changed in transit, and report its link."""
+        """Drop a message that was forged or changed on its way.
+
+        Report the link over which it came.
+        """
         self.counters.add("refused/forged")
         name = self._peer_names.get(peer) or peer
         over = f"it came over the link of {name}"
@@ -370,7 +382,7 @@ class Learner(Role):
     def on_work(
         self, member: Member, message: Message, payload: list[Frame], now: float
     ) -> list[Action]:
-        """Handle a node's heartbeat, result or Goodbye."""
+        """Handle a heartbeat, a result or a Goodbye from a node."""
         match message:
             case Heartbeat():
                 return self._on_heartbeat(member, message, now)
@@ -386,7 +398,7 @@ class Learner(Role):
         raise LocalProtocolError(f"{type(message).__name__} is no work of a node")
 
     def drop(self, member: Member, *, now: float) -> list[Action]:
-        """Take back the leases of a node that left or was replaced."""
+        """Take back all leases from a node that left or was replaced."""
         self.leases.drop_worker(member.node_id)
         self._grants.want(now=now)
         return self.plans.replan(now)
@@ -418,7 +430,7 @@ class Learner(Role):
         return [*actions, *answers]
 
     def _grant(self, now: float) -> list[Action]:
-        """Grant the groups that staleness and the workers' capacities allow.
+        """Grant as many groups as the staleness bound and the workers' capacities allow.
 
         If the last round of grants was too recent, the next round is delayed.
         """
@@ -435,7 +447,7 @@ class Learner(Role):
 
     @property
     def prompt_fault(self) -> DataError | None:
-        """The error that prevents the learner from making prompts, or None."""
+        """The error because of which the learner cannot make prompts, or None."""
         return self.scheduler.prompt_fault
 
     def validate(self) -> None:
@@ -450,7 +462,7 @@ class Learner(Role):
         assert self.leases.worker_ids <= known, "a node that is gone holds a lease"
 
     def wait_reason(self) -> WaitReason:
-        """Return why the groups of the next batch cannot be granted; "" if they can be granted."""
+        """Return why the groups of the next batch cannot be granted. Return "" if they can be."""
         if self.is_paused:
             return ""
         return self.scheduler.wait_reason(self._workers, self.broadcast.newest_complete)
@@ -462,7 +474,7 @@ class Learner(Role):
     # --- from the shell --------------------------------------------------------------------------
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event from the shell with the handler in the table `HANDLERS`."""
+        """Handle an event from the shell. The table `HANDLERS` names the handler for each type."""
         return self.HANDLERS[type(event)](self, event, now)
 
     def _on_grants_due(self, event: GrantsDue, now: float) -> list[Action]:
@@ -500,7 +512,7 @@ class Learner(Role):
         return self.review.compare(event.samples, now=now)
 
     def _on_standby(self, event: StandbyChosen, now: float) -> list[Action]:
-        """Put exactly the event's workers on standby.
+        """Put those workers on standby that the event names, and no others.
 
         If nothing changes, return no actions.
 
@@ -530,7 +542,7 @@ class Learner(Role):
         return self._grant(now)
 
     def _on_hold(self, event: HoldChosen, now: float) -> list[Action]:
-        """Put a node on standby, drain the node, or return it to the run, as the operator chose.
+        """Do what the operator chose for a node: put it on standby, drain it, or put it back.
 
         A drained node is on standby until it has finished its work. Then the node gets Finish.
         """
@@ -555,7 +567,7 @@ class Learner(Role):
     # --- for the shell ---------------------------------------------------------------------------
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Raise LocalProtocolError, because a learner's role starts no work in threads."""
+        """Raise LocalProtocolError, because the role of a learner never starts work in a thread."""
         raise LocalProtocolError(f"the learner has done {work}")
 
     # --- time ------------------------------------------------------------------------------------
@@ -569,7 +581,7 @@ class Learner(Role):
         return earliest(self.roster.deadline, self.leases.deadline, paced, self.broadcast.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Drop silent nodes and leases without progress.
+        """Drop the nodes that are silent, and the leases that make no progress.
 
         All dropped nodes together cause one plan and one round of grants, because a plan is costly
         in a large fleet. If a region is cut off, hundreds of nodes become silent at once.
@@ -618,11 +630,11 @@ class Learner(Role):
         RunEnded: _on_ended,
         LastCall: _on_last_call,
     }
-    """The method that handles each type of event."""
+    """For each type of event, the method that handles it."""
 
 
 def _note_refusal(member: Member, message: Heartbeat) -> list[Action]:
-    """Return a warning if a worker's engine refuses a version.
+    """If the heartbeat says that a worker's engine refuses a version, return a warning.
 
     Each refused version causes one warning.
     """

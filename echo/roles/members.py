@@ -1,4 +1,4 @@
-"""Tracks the nodes that the learner knows, and decides when a node counts as gone.
+"""Tracks the nodes that the learner knows. Decides when a node counts as gone.
 
 A node is **known** after its Hello, a **member** after a Ready with the right hashes, and **gone**
 after its Goodbye or `dead_after_s` of silence. At any time, a name belongs to one incarnation: one
@@ -28,27 +28,31 @@ from echo.wire.messages import Finish, Heartbeat, Hello, NodeStats
 from echo.wire.seals import Channel, Seals
 
 NODE_RATE_WINDOW_S = 10.0
-"""Seconds over which a node's rates are averaged for the display."""
+"""For the display, a node's rates are averaged over this many seconds."""
 MAX_NAMES_KEPT = 10_000
 MAX_NODES = 1 << 16
-"""Largest number of known nodes. A node takes 2 kB of memory until it is dropped."""
+"""Largest number of nodes that the learner knows at once. A node takes 2 kB of memory until it is
+dropped."""
 ERROR_COUNTS = (
     "failed/", "refused/", "env/errors", "engine/out_of_memory", "engine/calls_failed",
     "engine/installs_failed", "protocol_errors", "internal_errors",
 )  # fmt: skip
-"""Prefixes of the names of error counters."""
+"""The names of counters of errors begin with one of these prefixes."""
 IDLE = "waiting for leases"
-"""The reported state of a worker without leases."""
+"""The state that a worker reports while it has no leases."""
 
 Hold = Literal["standby", "drain"]
-"""An operator's choice for a node: stay on standby, or finish and leave."""
+"""What an operator has chosen for a node: stay on standby, or finish its work and leave."""
 
 Claim = Literal["new", "again", "restarted", "wait", "name_taken", "full"]
-"""How to treat a Hello's claim to the name of its node."""
+"""How the learner treats a Hello that claims the name of a node."""
 
 
 class Presence(StrEnum):
-    """The state of a node at the learner; `Admission.TABLE` has the events that change it."""
+    """How far the learner has admitted a node.
+
+    `Admission.TABLE` lists the events that change it.
+    """
 
     UNKNOWN = "unknown"
     KNOWN = "known"
@@ -59,37 +63,40 @@ class Presence(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """A node with its identity, its last message, and its state for plans and leases."""
+    """A node that the learner knows.
+
+    It has an identity, a last message, and states for plans and leases.
+    """
 
     node_id: str
     role: str
     incarnation: str
     last_seen_at: float
     node: PlannedNode
-    """The node's state for the plan of the broadcast."""
+    """The part of the node's state that the plan of the broadcast uses."""
     worker: LeasedWorker
-    """The node's state for the scheduler of leases."""
+    """The part of the node's state that the scheduler of leases uses."""
     price: Price = field(default_factory=Price)
     presence: Presence = Presence.UNKNOWN
     seals: Seals = field(default_factory=Seals)
     hello_hash: bytes = b""
-    """Hash of the last Hello that was answered with Welcome."""
+    """Hash of the last Hello that the learner answered with a Welcome."""
     nonce: bytes = b""
     """The learner's nonce in the last Welcome."""
     hold: Hold | None = None
-    """The operator's choice for the node; None without a choice."""
+    """What the operator has chosen for the node; None if the operator has chosen nothing."""
     tokens_sampled: int | None = None
-    """Number of tokens that this process had sampled at its last heartbeat; None before the first
-    heartbeat. An increase renews the process's waiting leases."""
+    """Number of tokens that the node's process had sampled at its last heartbeat; None before the
+    first heartbeat. An increase renews the process's waiting leases."""
     contested: tuple[float, float] | None = None
-    """First and last time at which another process claimed the node's name; None without a claim.
-    """
+    """First and last time at which a different process claimed the node's name; None without such a
+    claim."""
     history: deque[tuple[float, NodeStats]] = field(default_factory=deque)
-    """(time, statistics) of each recent heartbeat."""
+    """The recent heartbeats, each as (time, statistics)."""
 
     @classmethod
     def of(cls, message: Hello, *, now: float) -> Member:
-        """Return a new member with the identity in a Hello."""
+        """Return a new member whose identity is the one in a Hello."""
         node = PlannedNode(
             message.node_id,
             message.role,
@@ -109,7 +116,7 @@ class Member:
         )
 
     def beat(self, message: Heartbeat, *, now: float) -> int | None:
-        """Record a heartbeat; return the number of tokens sampled since the last heartbeat.
+        """Record a heartbeat. Return how many tokens were sampled since the previous heartbeat.
 
         For the first heartbeat the result is None, because some tokens may have been sampled before
         the learner was resumed.
@@ -136,16 +143,19 @@ class Member:
 
     @property
     def installed(self) -> PolicyVersion | None:
-        """The version with which a worker samples or that a relay holds; None without a version."""
+        """The version that a worker samples with, or that a relay holds.
+
+        None if there is no version.
+        """
         return self.node.installed
 
     @property
     def is_standby(self) -> bool:
-        """Whether the node is a worker on standby, without leases and weights."""
+        """Whether the node is a worker on standby. Such a worker has no leases and no weights."""
         return self.node.is_standby
 
     def rates(self) -> tuple[float, float, float]:
-        """Return three rates per second: tokens sampled, weight bytes received, weight bytes sent.
+        """Return three rates per second: sampled tokens, received weight bytes, sent weight bytes.
 
         The rates are means over the last heartbeats.
         """
@@ -160,9 +170,9 @@ class Member:
         )
 
     def mean_s(self, seconds: str, *, per: str) -> float | None:
-        """Return the mean seconds per unit of a counter, such as per byte, in the last heartbeats.
+        """Return the mean seconds that one unit of a counter takes, such as one byte.
 
-        The result is None if the counter `per` has not increased.
+        The last heartbeats are used. The result is None if the counter `per` has not increased.
 
         Args:
             seconds: name of the counter of the milliseconds.
@@ -181,12 +191,15 @@ class Member:
         return increase(seconds) / 1000 / number if number > 0 else None
 
     def _state(self, num_leases: int) -> str:
-        """Return the last reported state, or "leases under way" for an idle worker with leases."""
+        """Return the state that the node reported last.
+
+        For an idle worker with leases, return "leases under way".
+        """
         state = self.stats.state
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> ObservedNode:
-        """Return the facts about an active node, for explanations of waits."""
+        """Return the facts about an active node from which waits are explained."""
         stats = self.stats
         write_s = self.mean_s("weights/busy_ms", per="bytes_received")
         return ObservedNode(
@@ -211,7 +224,7 @@ class Member:
         )
 
     def view(self, *, step: int, num_leases: int, now: float) -> NodeStatus:
-        """Return the status of this node; `step` is the learner's step."""
+        """Return the status of this node for views. `step` is the learner's present step."""
         tokens_per_s, bytes_per_s, bytes_sent_per_s = self.rates()
         stats, state = self.stats, self._state(num_leases)
         if not self.is_admitted:
@@ -252,44 +265,55 @@ class Member:
 
 
 def num_errors(counts: Mapping[str, int]) -> int:
-    """Return the sum of a heartbeat's counters of failed groups, calls and messages."""
+    """Add up a heartbeat's counters for groups, calls and messages that failed."""
     return sum(n for name, n in counts.items() if name.startswith(ERROR_COUNTS))
 
 
 class Roster:
-    """All known nodes by name, in the order of joining."""
+    """All nodes that the learner knows, under their names, in the order in which they joined."""
 
     def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
         self.heartbeat_s = heartbeat_s
         self.dead_after_s = dead_after_s
         self.nodes: dict[str, Member] = {}
         self.released: RecentMap[str, str] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Incarnations of the nodes whose machines were given back recently, by node id."""
+        """For each node id, the incarnation of the node whose machine was recently given back."""
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Bytes per second that each node can send, from its last heartbeat, by node id."""
+        """For each node id, the bytes per second that the node can send, according to its last
+        heartbeat."""
         self._holds: RecentMap[str, Hold] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """The operator's choices, by node id."""
+        """For each node id, what the operator has chosen for the node."""
         self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """Last reported counters of the workers that have left, by node id."""
+        """For each node id of a worker that has left, the counters that the worker reported
+        last."""
         self._deadlines: Deadlines[Member] = Deadlines(self)
 
     @property
     def deadline(self) -> float | None:
-        """Time at which the next silent node counts as gone; None without nodes."""
+        """Time at which the next node counts as gone if it stays silent.
+
+        None if there are no nodes.
+        """
         return self._deadlines.first
 
     def deadline_of(self, member: Member) -> float | None:
-        """Return the time at which a node counts as gone; None if the node is already gone."""
+        """Return when a node counts as gone if it stays silent.
+
+        Return None if it is already gone.
+        """
         is_here = self.nodes.get(member.node_id) is member
         return member.last_seen_at + self.dead_after_s if is_here else None
 
     def channel_of(self, node_id: str) -> Channel | None:
-        """Return the channel that seals messages to a node; None without a channel."""
+        """Return the channel with which messages to a node are sealed.
+
+        Return None if there is no channel.
+        """
         member = self.nodes.get(node_id)
         return None if member is None else member.seals.proven
 
     def members(self, role: str | None = None) -> list[Member]:
-        """Return all admitted nodes, or only the nodes with this role."""
+        """Return all admitted nodes. If a role is given, return only the nodes with this role."""
         return [m for m in self.nodes.values() if m.is_admitted and role in (None, m.role)]
 
     def joining(self, role: str) -> list[str]:
@@ -298,11 +322,17 @@ class Roster:
         return [m.node_id for m in nodes if not m.is_admitted and m.role == role]
 
     def active(self, role: str | None = None) -> list[Member]:
-        """Return all admitted nodes that are not on standby, or only those with this role."""
+        """Return the admitted nodes that are not on standby.
+
+        If a role is given, return only its nodes.
+        """
         return [member for member in self.members(role) if not member.is_standby]
 
     def move(self, member: Member, to: Presence) -> None:
-        """Change a node's presence; add the node to the roster or remove the node."""
+        """Change a node's presence.
+
+        A new node enters the roster, and a node that has gone is removed.
+        """
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
             if member.hold == "drain":  # a process that is started again is wanted
@@ -316,12 +346,15 @@ class Roster:
         member.presence = to
 
     def take_counts_left(self) -> dict[str, Mapping[str, int]]:
-        """Return the last counters of the workers that left since the last call, by node id."""
+        """For each worker that left since the last call, return the counters that it reported last.
+
+        The result is keyed by node id.
+        """
         left, self._left = self._left.as_dict(), RecentMap(max_entries=MAX_NAMES_KEPT)
         return left
 
     def hold(self, node_id: str, hold: Hold | None) -> None:
-        """Record the operator's choice for a node; None returns the node to the run.
+        """Record what the operator has chosen for a node. None returns the node to the run.
 
         The choice also applies to later processes with this name. After a drain, the choice ends
         with the present process.
@@ -349,11 +382,11 @@ class Roster:
         return all(node.stats.parent != member.node_id for node in nodes)
 
     def release(self, member: Member) -> None:
-        """Record that a node's machine was given back, so it no longer costs money."""
+        """Record that a node's machine was given back. From then on it costs no money."""
         self.released[member.node_id] = member.incarnation
 
     def claim(self, message: Hello, *, now: float) -> Claim:
-        """Return how to treat a Hello's claim to the name of its node.
+        """Return how to treat a Hello that claims the name of a node.
 
         If another process holds the name, the claim is recorded.
         """
@@ -390,7 +423,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class LastCall:
-    """Event: the workers have had enough time to leave, so the relays may leave now."""
+    """Event: the relays may leave now, because the workers have had enough time to leave."""
 
 
 class Shutdown:
@@ -404,7 +437,7 @@ class Shutdown:
         self._routes = routes
 
     def finish(self, reason: str) -> list[Action]:
-        """Send Finish with `reason` to all nodes, to relays last.
+        """Send Finish with `reason` to all nodes. Relays get it last.
 
         Relays get Finish when all other nodes have gone.
         """
@@ -412,12 +445,12 @@ class Shutdown:
         return self.send_finish()
 
     def dismiss_all(self) -> list[Action]:
-        """Send Finish to all remaining nodes, including relays."""
+        """Send Finish to all nodes that remain, including relays."""
         self.is_last_call = True
         return self.send_finish()
 
     def send_finish(self) -> list[Action]:
-        """Send Finish to every node that may leave, if the run has ended."""
+        """If the run has ended, send Finish to each node that may leave now."""
         if self.reason is None:
             return []
         finish = Finish(reason=self.reason)
@@ -430,7 +463,10 @@ class Shutdown:
         ]
 
     def may_leave(self, member: Member) -> bool:
-        """Return whether this node is no longer needed to forward Finish to other nodes."""
+        """Return whether a node may leave.
+
+        A relay stays while it must forward Finish to other nodes.
+        """
         return (
             self.is_last_call
             or member.role != "relay"

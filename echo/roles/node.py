@@ -1,4 +1,4 @@
-"""The role of a relay or worker: its control link, weights link, heartbeats and timeouts.
+"""The role of a relay or a worker: its links for control and weights, heartbeats and timeouts.
 
 Relays and workers dial two links. The **control link** transports routed messages to and from the
 learner. It is dialled at a configured address of the learner or of a relay. Over the **weights
@@ -65,9 +65,10 @@ from echo.wire.messages import (
 )
 
 MAX_REASON_LENGTH = 500
-"""Largest number of characters of the reason in a Goodbye."""
+"""Largest number of characters in the reason that a Goodbye states."""
 MAX_PEER_NAMES = 10_000
-"""Largest number of inbound peers whose names are kept for messages to the operator."""
+"""Largest number of inbound peers whose names are kept. Messages to the operator contain the
+names."""
 
 
 Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
@@ -76,12 +77,12 @@ Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Event: the process has started, so the learner can be dialled."""
+    """Event: the process has started, so the node can dial the learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Event: the process ends after it has carried out this event's actions."""
+    """Event: the process will end once it has carried out the actions that this event causes."""
 
     reason: str
     has_failed: bool = False
@@ -91,7 +92,7 @@ class DialingRole:
     """Decides what a relay or worker sends and dials, without IO or a clock."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
-        """Make a role without links; the event Started makes the role dial."""
+        """Make a role without links. The event Started makes it dial."""
         self.settings = settings
         self.broadcast = broadcast
         self.counters = Counters()
@@ -121,18 +122,19 @@ class DialingRole:
     # --- what subclasses override ----------------------------------------------------------------
 
     def version_in_use(self) -> PolicyVersion | None:
-        """Return the version in use; on a relay, return the newest complete version.
+        """Return the version in use.
 
-        Without a version, return None.
+        For a relay, this is the newest version that it holds completely. Without a version, return
+        None.
         """
         return self.broadcast.newest_complete
 
     def capacity(self) -> int:
-        """Return the number of groups that this node can hold, which is 0 for a relay."""
+        """Return the number of groups that this node can hold. For a relay, it is 0."""
         return 0
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the state of each lease of this node; a relay has no leases."""
+        """Return the state of each lease that this node holds. A relay holds none."""
         return ()
 
     def stats(self) -> NodeStats:
@@ -158,7 +160,10 @@ class DialingRole:
         return []
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
-        """Refuse a routed message for another node. Relays override this method to forward it."""
+        """Refuse a routed message that is for a different node.
+
+        Relays override this method and forward it.
+        """
         raise RemoteProtocolError(
             f"a message for {envelope.target}; a {self.settings.role} does not relay"
         )
@@ -176,7 +181,7 @@ class DialingRole:
         return self.state is NodeState.ADMITTED
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event from the shell with the handler in the table `HANDLERS`."""
+        """Handle an event from the shell. The table `HANDLERS` names the handler for each type."""
         return self.HANDLERS[type(event)](self, event, now)
 
     def _on_started(self, event: Started, now: float) -> list[Action]:
@@ -190,14 +195,16 @@ class DialingRole:
             self._weights.dialled(address, peer)
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Send Greet over a dialled link when the link is connected or reconnected."""
+        """When a dialled link is connected or reconnected, send Greet over it."""
         if self.control.has(peer):
             self.control.connected(now=now)
             return [self._greet(peer, "control")]
         return [self._greet(peer, "weights")] if self._weights.connected(peer, now=now) else []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:
-        """Handle a failed attempt to dial; stop the node if all the learner's addresses refuse it.
+        """Handle a failed attempt to dial.
+
+        If all addresses of the learner refuse the node, stop it.
 
         Args:
             peer: the dialled peer. A parent in the broadcast is ignored, because the weights link
@@ -211,7 +218,10 @@ class DialingRole:
         return self.control.dial_failed(reason, is_refused=is_refused, now=now)
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle a lost link: dial again, replace a parent, or remove a child."""
+        """Handle a lost link.
+
+        Depending on the peer, dial again, replace a parent, or remove a child.
+        """
         if self.control.has(peer):
             return self.control.disconnected(reason, now=now)
         if self._weights.has(peer):
@@ -227,7 +237,10 @@ class DialingRole:
     # --- messages --------------------------------------------------------------------------------
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message; count and log a peer's protocol error instead of raising it."""
+        """Handle a message.
+
+        If it violates the protocol, count and log the error, but do not raise it.
+        """
         try:
             return self._receive(peer, decode_envelope(frames), frames, now)
         except RemoteProtocolError as error:
@@ -241,7 +254,7 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link over which a message caused an internal error.
+        """Close the link over which a message arrived that caused an internal error.
 
         If the message is for another node, the link stays open.
         """
@@ -281,7 +294,10 @@ class DialingRole:
         return self._on_learner_message(message, frames[1:], now)
 
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
-        """Handle a peer with another protocol: leave its address, or refuse an inbound peer."""
+        """Handle a peer that uses a different protocol.
+
+        Leave its address, or refuse it if it is inbound.
+        """
         if self.control.has(peer):
             return self.control.leave_address("protocol_version", one_line(fault), now)
         self.counters.add("refused/protocol_version")
@@ -309,7 +325,10 @@ class DialingRole:
         return self._perform(self.broadcast.receive(peer, message, payload, now=now), now)
 
     def _perform(self, actions: Iterable[Action | ParentFailed], now: float) -> list[Action]:
-        """Handle failed parents and new versions among the actions; return the other actions."""
+        """Handle the failed parents and the new versions that are among the actions.
+
+        Return the other actions.
+        """
         rest: list[Action] = []
         for action in actions:
             if isinstance(action, ParentFailed):
@@ -322,7 +341,7 @@ class DialingRole:
         return rest
 
     def _probe(self, num_bytes: int, now: float) -> list[Action]:
-        """If other nodes can dial this node, start to measure its uplink."""
+        """If other nodes can dial this node, start to measure this node's uplink."""
         control = self.control
         if not control.node_id or self.settings.advertise is None:
             return []
@@ -342,7 +361,7 @@ class DialingRole:
         return self.joining.receive(message, payload, now=now)
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message from the learner about plans or the learner's progress.
+        """Handle a message from the learner about plans or about the learner's progress.
 
         Raises:
             RemoteProtocolError: for any other message.
@@ -358,7 +377,10 @@ class DialingRole:
     # --- joining ---------------------------------------------------------------------------------
 
     def to_learner(self, message: Message, *payload: Frame) -> list[Action]:
-        """Return the action that sends a message to the learner; without a link there is none."""
+        """Return the action that sends a message to the learner.
+
+        Without a link, return no action.
+        """
         if not self.control.node_id:
             return []
         frames = encode(
@@ -374,13 +396,13 @@ class DialingRole:
         return self.joining.configured(event.digests, now=now)
 
     def on_welcome(self, version_bytes: int, *, now: float) -> list[Action]:
-        """Handle a Welcome: measure the uplink for the next plan while the engine is built."""
+        """Handle a Welcome. While the engine is built, measure the uplink for the next plan."""
         self.control.welcomed()
         is_known = self.broadcast.uplink.bytes_per_s is not None
         return [] if is_known else self._probe(version_bytes, now)
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle the admission of this node: make a heartbeat due at once."""
+        """Handle the admission of this node. The next heartbeat is due at once."""
         self._heartbeat_at = now
         self._weights.new_learner()
         where = f"{self.control.address} ({self.control.node_id})"
@@ -388,7 +410,10 @@ class DialingRole:
         return [Note("info", text, ends=LOST_LINK)]
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the end of the broadcast's work in a thread; `fault` is "" after success."""
+        """Handle the end of work that the broadcast did in a thread.
+
+        `fault` is "" if it succeeded.
+        """
         return self._perform(self.broadcast.worked(work, fault, now=now), now)
 
     # --- time ------------------------------------------------------------------------------------
@@ -404,7 +429,7 @@ class DialingRole:
         return earliest(*own, self.broadcast.deadline, self._weights.deadline)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Carry out all repeats, heartbeats and timeouts that are due at `now`."""
+        """Do everything that is due at `now`: repeat messages, send heartbeats, handle timeouts."""
         actions = self._perform(self.broadcast.expire(now=now), now)
         actions += self._weights.expire(now=now)
         if self.is_admitted:
@@ -419,7 +444,7 @@ class DialingRole:
         return self.heartbeat(now=now) if now >= self._heartbeat_at else []
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Send a heartbeat with this node's state to the learner now."""
+        """Send a heartbeat now. It tells the learner this node's state."""
         self._beat_at, self._heartbeat_at = now, now + self.joining.heartbeat_s
         beat = Heartbeat(
             installed=self.version_in_use(),
@@ -440,33 +465,33 @@ class DialingRole:
         Built: _on_built,
         Leaving: _on_leaving,
     }
-    """The method that handles each type of event."""
+    """For each type of event, the method that handles it."""
 
 
 # --- The contract between a role and its shell: a process (`runtime/node.py`) or a simulation ---
 
 
 class Role(Protocol):
-    """The interface of a role: events in, actions out, without IO or a clock."""
+    """The interface of a role. Events go in and actions come out, without IO or a clock."""
 
     @property
     def deadline(self) -> float | None:
         """The time at which `expire` must be called next; None if nothing is due."""
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event from the shell. Each role has a table of its events."""
+        """Handle an event from the shell. Each role has a table with the events that it handles."""
 
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message from the peer, given as frames."""
+        """Handle a message that the peer has sent as frames."""
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Drop the node or the link whose message has raised an unexpected exception.
+        """Drop the node or the link whose message raised an unexpected exception.
 
         This method does not decode the message, because decoding may have caused the exception.
         """
 
     def validate(self) -> None:
-        """For tests: check after an event that the parts of the role are consistent.
+        """For tests: check, after each event, that the parts of the role are consistent.
 
         Raises:
             AssertionError: if they are inconsistent.
@@ -474,10 +499,10 @@ class Role(Protocol):
         return
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle the loss of an inbound or outbound link."""
+        """Handle the loss of a link, inbound or outbound."""
 
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
-        """Handle the end of work in a thread; `fault` is "" after success."""
+        """Handle the end of work in a thread. `fault` is "" if the work succeeded."""
 
     # Methods that a shell calls only for roles that dial:
 
@@ -486,7 +511,7 @@ class Role(Protocol):
         return
 
     def connected(self, peer: str, *, now: float) -> list[Action]:
-        """Handle the connection of a dialled link."""
+        """Handle a dialled link that has been connected."""
         return []
 
     def dial_failed(self, peer: str, reason: str, *, is_refused: bool, now: float) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Plans the broadcast at the learner: decides when to plan, and sends nodes their new parents.
+"""Plans the broadcast at the learner: decides when to plan, and tells nodes their new parents.
 
 `weights/topology/plan.py` computes the plan from the measured uplinks. A node whose parents have
 changed gets its part of the plan. At least PLAN_S seconds per node pass between two plans. So
@@ -29,7 +29,7 @@ class Publishing:
 
 
 class Plans:
-    """Plans the broadcast when a plan is due; sends new parents to the nodes."""
+    """Makes a plan of the broadcast when it is due, and sends nodes their new parents."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Plans:
         broadcast: Broadcast,
         routes: Routes,
     ) -> None:
-        """Make an object without a plan; the first plan is made when a node joins.
+        """Make an object without a plan. When the first node joins, it makes the first plan.
 
         Args:
             site: the learner's place in the network.
@@ -63,12 +63,15 @@ class Plans:
 
     @property
     def version_bytes(self) -> int:
-        """Size of the newest version as sent, in bytes; 0 before the first version."""
+        """Number of bytes that are sent for the newest version; 0 before the first version."""
         payload = self._broadcast.payload
         return 0 if payload is None else payload.num_bytes
 
     def uplinks(self) -> dict[str, float]:
-        """Return the bytes per second that each node and the learner can send, by node id."""
+        """Return the bytes per second that each node can send, including the learner.
+
+        Keys are node ids.
+        """
         own = clamped_rate(self._broadcast.uplink.bytes_per_s)
         return self._roster.uplinks.as_dict() | ({LEARNER_ID: own} if own else {})
 
@@ -80,7 +83,7 @@ class Plans:
         return self._paced.deadline
 
     def want(self, *, now: float) -> None:
-        """Request a plan at the next deadline."""
+        """Request a plan. It is made at the next deadline."""
         self._paced.want(now=now)
 
     def is_due(self, *, now: float) -> bool:
@@ -88,7 +91,7 @@ class Plans:
         return self._paced.is_due(now=now)
 
     def replan(self, now: float, *, is_between: bool = False) -> list[Action]:
-        """Plan now; return the plans for nodes whose parents have changed.
+        """Make a plan now. Return the actions that send it to the nodes whose parents have changed.
 
         If the last plan was made too recently, delay the plan until the next deadline.
         """
@@ -104,14 +107,14 @@ class Plans:
         return [action for name, plan in moved for action in self._routes.to(name, plan)]
 
     def before_publish(self, *, now: float) -> list[Action]:
-        """Handle the publication of a version: if a plan is due, make the plan first."""
+        """Prepare for the publication of a version. If a plan is due, make the plan first."""
         is_due = self.planner.is_due(now=now, is_between=True)
         return self.replan(now, is_between=True) if is_due else []
 
     # --- what heartbeats and probes show ---------------------------------------------------------
 
     def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
-        """Record a heartbeat's measurements of links. Call this method before `Member.beat`.
+        """Record what a heartbeat says about links. Call this method before `Member.beat`.
 
         If a probe is started, return its actions.
         """
@@ -121,7 +124,7 @@ class Plans:
         return self._probe(member, now)
 
     def repeat(self, member: Member) -> list[Action]:
-        """If a node reports a parent that differs from its plan, send the plan again.
+        """If a node reports a parent that is not the one in its plan, send the plan again.
 
         The plan may have been lost.
         """
@@ -132,7 +135,7 @@ class Plans:
         return self._routes.to(member.node_id, plan)
 
     def _probe(self, member: Member, now: float) -> list[Action]:
-        """Start to measure the learner's uplink to a node whose uplink is known.
+        """Start to measure the learner's uplink with a probe to a node whose own uplink is known.
 
         While weights are sent, no probe is sent, because the probe would measure only the remaining
         bandwidth.
@@ -144,7 +147,7 @@ class Plans:
         return self._probing.begin(peer, payload_bytes=self.version_bytes, now=now)
 
     def on_probe_ack(self, peer: str, *, now: float) -> list[Action]:
-        """Handle the acknowledgement of a probe that measures the learner's uplink."""
+        """Handle the acknowledgement of a probe, which measures the learner's uplink."""
         was_known = self._broadcast.uplink.bytes_per_s is not None
         actions = self._probing.acknowledged(peer, now=now)
         if not was_known and self._broadcast.uplink.bytes_per_s is not None:

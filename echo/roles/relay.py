@@ -18,12 +18,12 @@ from echo.wire.codec import Envelope, Frame, forwarded
 from echo.wire.messages import LEARNER_ID
 
 MAX_RELAYED_ROUTES = 100_000
-"""Largest number of nodes with a route. The newest routes are kept. A route takes some hundred
-bytes."""
+"""Largest number of nodes to which a relay keeps a route. The newest routes are kept. A route takes
+some hundred bytes."""
 
 
 class Relay(DialingRole):
-    """A dialling role that forwards routed messages from and to other nodes."""
+    """The role of a relay. It dials, and it forwards routed messages to and from other nodes."""
 
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         super().__init__(settings, broadcast, now=now)
@@ -31,7 +31,10 @@ class Relay(DialingRole):
         self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
-        """Forward a routed message towards its target. If there is no route, drop the message."""
+        """Forward a routed message towards its target.
+
+        If there is no route to the target, drop the message.
+        """
         onward = forwarded(envelope, frames[1:])
         if envelope.target == LEARNER_ID:
             self._routes[envelope.source] = peer
@@ -52,6 +55,6 @@ class Relay(DialingRole):
         return [Send(next_peer, onward)]
 
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
-        """Handle the loss of a link: drop the routes over this link."""
+        """Handle the loss of a link. Drop all routes that lead over this link."""
         self._routes.discard_value(peer)
         return super().disconnected(peer, reason, now=now)

@@ -1,4 +1,7 @@
-"""Reviews workers: sets aside workers with useless groups or wrong log-probabilities."""
+"""Reviews workers.
+
+Sets a worker aside if its groups are useless or its log-probabilities are wrong.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,21 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class ReviewDue:
-    """Event: the learner waits for a batch, so the workers are reviewed."""
+    """Event: the workers are reviewed now, because the learner waits for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplesTrained:
-    """Event: a step was trained; `samples` has the log-probabilities of workers and learner."""
+    """Event: a step was trained.
+
+    `samples` has log-probabilities from the workers and from the learner.
+    """
 
     samples: Sequence[Sampled]
 
 
 class WorkerReview:
-    """Decides which workers are set aside, and for how long."""
+    """Decides which workers are set aside, and for how long each one is."""
 
     def __init__(
         self,
@@ -34,7 +40,7 @@ class WorkerReview:
         *,
         counters: Counters,
     ) -> None:
-        """Start without excluded workers.
+        """Start with no worker set aside.
 
         Args:
             roster: the known nodes, including the workers.
@@ -47,14 +53,14 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of recent groups that do not count towards the limit on useless groups.
+        """Number of recent useless groups that do not count towards the limit on useless groups.
 
         When the limit is reached, the run ends.
         """
         return self._usefulness.num_discounted
 
     def update(self, *, now: float) -> list[Action]:
-        """Set workers aside or readmit them; return warnings.
+        """Set workers aside, or admit them again. Return warnings about both.
 
         The learner calls this regularly.
         """

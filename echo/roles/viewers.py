@@ -37,17 +37,17 @@ from echo.wire.codec import (
 from echo.wire.messages import LEARNER_ID, Message, Operation, Outcome, Refuse, Status, Watch
 
 VIEW, OPERATE = "view", "operate"
-"""The names of the two keys. The run's directory has the keys in `keys/view` and `keys/operate`."""
+"""The names of the two keys. The run's directory holds them as `keys/view` and `keys/operate`."""
 MAX_VIEWERS = {VIEW: 16, OPERATE: 4}
-"""Largest number of connected viewers, by key. The limits are separate, so that viewers that only
-read cannot exclude an operator."""
+"""For each key, the largest number of viewers that are connected with it. The limits are separate,
+so that viewers that only read cannot exclude an operator."""
 STATUS_S = 0.5
-"""Smallest number of seconds between two statuses."""
+"""Viewers get at most one status in this many seconds."""
 SILENT_S = 60.0
-"""Seconds after which a silent viewer is disconnected. A watching viewer sends a request every
-second."""
+"""A viewer that has been silent for this many seconds is disconnected. A watching viewer sends a
+request every second."""
 MAX_MESSAGE_BYTES = 4096
-"""Largest number of bytes of a viewer's message, summed over its frames."""
+"""Largest number of bytes in a message from a viewer, summed over the frames."""
 MAX_MESSAGES_PER_S = 20.0
 
 
@@ -58,7 +58,7 @@ class MakeStatus(Action):
 
 @dataclass(frozen=True, slots=True)
 class Operate(Action):
-    """Action: carry out an operation and report the event OperationDone."""
+    """Action: carry out an operation, and report its outcome as the event OperationDone."""
 
     peer: str
     operation: Operation
@@ -66,7 +66,7 @@ class Operate(Action):
 
 @dataclass(frozen=True, slots=True)
 class StatusMade:
-    """Event: the status of the run was made; `data` is the status as JSON."""
+    """Event: the status of the run was made. `data` is the status as JSON."""
 
     data: bytes
 
@@ -87,17 +87,17 @@ class Viewer:
     """The name of the viewer's key."""
     received_at: float
     is_waiting: bool = False
-    """Whether the viewer waits for a requested status."""
+    """Whether the viewer has requested a status and waits for it."""
     budget: float = field(default=MAX_MESSAGES_PER_S)
-    """Number of messages that the viewer may send now. The number grows by MAX_MESSAGES_PER_S each
-    second."""
+    """Number of messages that the viewer may still send now. The number grows by MAX_MESSAGES_PER_S
+    each second."""
 
 
 class Viewers:
-    """Admits viewers, sends them statuses, and passes on the operations of operators."""
+    """Admits viewers, sends them the status, and passes on what operators want to be done."""
 
     def __init__(self, counters: Counters, peer_faults: PeerFaults) -> None:
-        """Start without viewers; `counters` counts refusals, and `peer_faults` reports them."""
+        """Start without viewers. `counters` counts refusals, and `peer_faults` reports them."""
         self._counters, self._peer_faults = counters, peer_faults
         self._viewers: dict[str, Viewer] = {}
         self._made_at = float("-inf")
@@ -111,7 +111,10 @@ class Viewers:
     # --- connections -----------------------------------------------------------------------------
 
     def connected(self, peer: str, user: str, *, now: float) -> list[Action]:
-        """Admit a guest with the key `user`. If there are too many guests, refuse the guest."""
+        """Admit a guest that has the key `user`.
+
+        If too many guests have this key, refuse the guest.
+        """
         most = MAX_VIEWERS.get(user, 0)
         if sum(viewer.user == user for viewer in self._viewers.values()) < most:
             self._viewers[peer] = Viewer(user, now)
@@ -175,7 +178,7 @@ class Viewers:
     # --- statuses and outcomes -------------------------------------------------------------------
 
     def status_made(self, data: bytes, *, now: float) -> list[Action]:
-        """Send a status to the viewers that wait for a status."""
+        """Send a status to all viewers that wait for one."""
         self._made_at = now
         actions: list[Action] = []
         for peer, viewer in self._viewers.items():
@@ -186,7 +189,7 @@ class Viewers:
         return actions
 
     def operation_done(self, peer: str, outcome: Outcome) -> list[Action]:
-        """Send the outcome of an operation to its operator, if the operator is still connected."""
+        """Send the outcome of an operation to the operator who requested it, if still connected."""
         return [self._send(peer, outcome)] if peer in self._viewers else []
 
     def _send(self, peer: str, message: Message, *payload: Frame) -> Action:
@@ -196,14 +199,17 @@ class Viewers:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which a status is due or a viewer counts as silent; None without viewers."""
+        """Time at which a status is due, or at which a viewer counts as silent.
+
+        None without viewers.
+        """
         viewers = self._viewers.values()
         silent_at = min((each.received_at for each in viewers), default=None)
         made_at = self._made_at + STATUS_S if any(each.is_waiting for each in viewers) else None
         return earliest(None if silent_at is None else silent_at + SILENT_S, made_at)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Disconnect silent viewers; if a status is due, request it."""
+        """Disconnect the viewers that are silent. If a status is due, request it."""
         silent = [p for p, each in self._viewers.items() if now >= each.received_at + SILENT_S]
         for peer in silent:
             del self._viewers[peer]

@@ -1,4 +1,4 @@
-"""Describes a worker's activity, as text for the operators of the worker and the learner."""
+"""Describes what a worker is doing. The text is for the operators of the worker and the learner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echo.roles.worker.sampling import EngineCalls
 
 
 def describe_activity(calls: EngineCalls | None, held: HeldLeases, departure: Departure) -> str:
-    """Return text on a worker's present activity or wait.
+    """Return text that says what a worker is doing, or what it waits for.
 
     Args:
         calls: the calls of the worker's engine; None until the engine is built.

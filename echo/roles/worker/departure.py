@@ -21,8 +21,8 @@ from echo.core.units import format_duration
 from echo.wire.actions import Action, Note
 
 DRAIN_S = 30.0
-"""Seconds that a leaving worker waits for its engine, and then again for its last rewards and
-acknowledgements."""
+"""Seconds that a leaving worker waits for its engine. It then waits as long again for its last
+rewards and acknowledgements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Drained(Action):
 
 @dataclass(frozen=True, slots=True)
 class Release(Action):
-    """Action: give the worker's machine back because of `reason`; MachineReleased follows."""
+    """Action: give the worker's machine back because of `reason`. MachineReleased follows."""
 
     reason: str
 
@@ -53,7 +53,7 @@ class MachineReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseTerms:
-    """Limits on the time for which a worker keeps its machine on standby or without the learner.
+    """Limits on how long a worker keeps its machine while it is on standby or without the learner.
 
     Both limits are in seconds; None means no limit.
     """
@@ -63,39 +63,39 @@ class ReleaseTerms:
 
 
 class DepartureState(StrEnum):
-    """The progress of a worker's departure."""
+    """How far a worker's departure has progressed."""
 
     STAYING = "staying"
     STOPPING = "stopping"
-    """The engine is stopping its calls."""
+    """The worker waits until the engine has stopped its calls."""
     DELIVERING = "delivering"
-    """Unfinished groups are handed over; the last results are being scored and acknowledged."""
+    """The worker hands over unfinished groups, and waits until the last results are scored and
+    acknowledged."""
     DRAINED = "drained"
-    """The process may end without losing anything."""
+    """The process may end, because nothing would be lost."""
 
 
 class Departure:
-    """Decides when a worker leaves, and when the worker has handed over all its groups."""
+    """Decides when a worker leaves, and when it has handed over all its groups."""
 
     def __init__(self, terms: ReleaseTerms) -> None:
-        """Start in the state `staying`; `terms` limits the time for which the machine is kept."""
+        """Start in the state `staying`. `terms` limits how long the machine is kept."""
         self.terms = terms
         self.state = DepartureState.STAYING
         self.standby_since: float | None = None
         """Time at which the learner put this worker on standby; None while the worker is active."""
         self.reason = ""
-        """The reason why this worker gives its machine back; empty if the worker keeps the machine.
-        """
+        """The reason why this worker gives its machine back; empty if it keeps the machine."""
         self._until = math.inf
-        """Latest end of the present wait."""
+        """Time at which the present wait ends at the latest."""
 
     @property
     def is_releasing(self) -> bool:
-        """Whether the worker is drained and its machine is being given back."""
+        """Whether the worker is drained and is giving its machine back."""
         return bool(self.reason) and self.state is DepartureState.DRAINED
 
     def stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
-        """Record whether the worker is on standby; return a note on a change."""
+        """Record whether the worker is on standby. If this has changed, return a log line."""
         if is_standby == (self.standby_since is not None):
             return []
         self.standby_since = now if is_standby else None
@@ -122,11 +122,13 @@ class Departure:
         return True
 
     def begin(self, *, now: float) -> None:
-        """Enter the state `stopping`, to wait for the engine's calls."""
+        """Enter the state `stopping`, in which the worker waits for the engine's calls."""
         self.state, self._until = DepartureState.STOPPING, now + DRAIN_S
 
     def is_stopped(self, *, is_sampling: bool, now: float) -> bool:
-        """Return whether to hand over the unfinished groups now. The result is true only once.
+        """Return whether the worker must hand over its unfinished groups now.
+
+        The result is true only once.
 
         Args:
             is_sampling: whether a recalled engine call is still running.
@@ -138,9 +140,10 @@ class Departure:
         return True
 
     def finish(self, *, is_busy: bool, now: float) -> list[Action]:
-        """If the worker is done, return Drained and, if required, Release.
+        """If the worker is done, return Drained.
 
-        The worker is done when it is not busy or has waited DRAIN_S.
+        If it gives its machine back, return Release as well. The worker is done when it is not busy
+        or has waited DRAIN_S.
         """
         if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
             return []
@@ -160,7 +163,7 @@ class Departure:
         return self._until
 
     def _release_times(self, lost_at: float) -> tuple[float, float]:
-        """Return the times at which the terms' limits `standby_s` and `learner_gone_s` pass."""
+        """Return when the two limits `standby_s` and `learner_gone_s` of the terms are reached."""
         since, terms = self.standby_since, self.terms
         return (
             math.inf if since is None or terms.standby_s is None else since + terms.standby_s,

@@ -1,4 +1,4 @@
-"""Defines facts about a worker's engine and task, for the role's decisions."""
+"""Defines the facts about a worker's engine and task on which the role's decisions depend."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Sampler = Literal["engine", "episodes", "agents"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts about a worker's engine and task, for the role's decisions."""
+    """The facts about a worker's engine and task on which the role's decisions depend."""
 
     group_size: int
     groups_per_batch: int
     """Number of groups that the engine samples at the same time. Settings and memory limit the
     number."""
     num_fit: int = 0
-    """Number of groups that would fit into memory without a limit in the settings; 0 if unknown."""
+    """Number of groups that would fit into memory if no setting limited it; 0 if unknown."""
     is_continuous: bool = False
     """Whether the engine accepts a new group while it samples other groups."""
     num_versions: int = 1
@@ -32,28 +32,31 @@ class EngineFacts:
     has their environment. "agents": outside agents, which get an offer of every lease at once and
     request a number of leases."""
     max_prompt_tokens: int = 1 << 30
-    """Largest number of prompt tokens that leaves space for a completion of maximum length."""
+    """Largest number of prompt tokens that still leaves space for a completion of the largest
+    length."""
     prompt_bound: str = "the model's window"
-    """The cause of `max_prompt_tokens`, for messages."""
+    """What limits `max_prompt_tokens`, as text for messages."""
     max_completion_tokens: int = 1 << 30
     rules: PartialRules = field(default_factory=PartialRules)
     """The rules for unfinished rollouts."""
     takes_patches: bool = False
-    """Whether the engine can apply a delta in place: write only the words that change."""
+    """Whether the engine can apply a delta in place, which means that it writes only the words that
+    change."""
     name: str = ""
-    """Kind and data type of the engine, for comparisons of workers."""
+    """Kind and data type of the engine. Comparisons between workers use it."""
 
     @property
     def num_places(self) -> int:
-        """Number of groups that can be in the engine at the same time."""
+        """Number of groups that the engine can hold at the same time."""
         return self._num_over if self.is_continuous else self.groups_per_batch
 
     @property
     def max_groups(self) -> int:
-        """Number of groups that the worker can hold, in the engine or queued.
+        """Number of groups that the worker can hold.
 
-        The queue holds the same number of groups as the engine, so that the engine does not wait
-        for the network. With agents the number is 0 at first, because agents request groups later.
+        Groups in the engine and queued groups both count. The queue holds the same number of groups
+        as the engine, so that the engine does not wait for the network. With agents the number is 0
+        at first, because agents request groups later.
         """
         if self.sampler == "agents":
             return 0

@@ -1,4 +1,4 @@
-"""Decides which version a worker's engine installs next, and which version samples a group.
+"""Decides which version the engine of a worker installs next, and which version samples a group.
 
 The newest complete version is installed in flight: rollouts continue, and each token records the
 version that sampled it. If the engine refuses a version, the previous version stays in use. If no
@@ -28,13 +28,13 @@ from echo.roles.worker.engine_facts import EngineFacts
 from echo.wire.actions import Action
 
 INSTALL_AGAIN_S = 30.0
-"""Seconds after which a refused version is tried again, if the version is still the newest.
+"""A refused version is tried again after this many seconds, if it is still the newest version.
 
 Without another attempt a run could stop. If all workers refuse the newest version and their
 installed versions are too old to train on, the learner cannot publish a newer version.
 """
 MAX_REFUSAL_LENGTH = 500
-"""Largest number of characters of an engine's error that are sent to the learner."""
+"""Largest number of characters of an engine's error that a worker sends to the learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Install(Action):
 
 @dataclass(frozen=True, slots=True)
 class VersionInstalled:
-    """Event: `version` was installed; the engine now samples with it."""
+    """Event: `version` was installed, so the engine now samples with it."""
 
     version: PolicyVersion
 
@@ -61,12 +61,12 @@ class InstallFailed:
 
 @dataclass(frozen=True, slots=True)
 class InstallMissed:
-    """Event: a version was dropped before its installation; another version follows."""
+    """Event: a version was dropped before it could be installed. A different version follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDamaged:
-    """Event: the installed version's memory is damaged, so sampling must stop."""
+    """Event: sampling must stop, because the memory of the installed version is damaged."""
 
 
 InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
@@ -74,33 +74,34 @@ InstallEvent = VersionInstalled | InstallFailed | InstallMissed | EngineDamaged
 
 @dataclass(frozen=True, slots=True)
 class LearnerProgress:
-    """The learner's progress, as the learner's messages report it."""
+    """How far the learner has progressed, according to its messages."""
 
     step: int
     """Number of completed optimizer steps."""
     lineages: tuple[Lineage, ...]
-    """The run's lineages, oldest first; each resume begins a lineage."""
+    """The run's lineages, oldest first. Each resume begins a new lineage."""
 
 
 class EngineVersions:
-    """Decides which version is installed next, and which version samples a group."""
+    """Decides which version the engine installs next, and which version samples a group."""
 
     def __init__(self, engine: EngineFacts) -> None:
-        """Start with an engine without a version."""
+        """Start with an engine that has no version installed."""
         self.installed: PolicyVersion | None = None
         """The version that samples new groups; None if there is none."""
         self.installing: PolicyVersion | None = None
         """The version that is being installed; None if no installation is running."""
         self.refusal: tuple[PolicyVersion, str] | None = None
-        """The version that the engine refused last, and its error; None after a later success."""
+        """The version that the engine refused last, and its error. None if a later installation
+        succeeded."""
         self.again_at = math.inf
-        """Time after which the refused version may be tried again; infinite without a refused
-        version."""
+        """Time from which the refused version may be tried again. Infinite if no version was
+        refused."""
         self.is_held = False
-        """Whether the engine must not begin groups before newer weights are installed."""
+        """Whether the engine must not begin groups until newer weights are installed."""
         self.has_several = engine.num_versions > 1
         self.waits_for_whole = not self.has_several and engine.rules.one_version
-        """Whether newer weights are installed only after the groups in the engine are finished."""
+        """Whether newer weights are installed only when the groups in the engine have finished."""
         is_dropping = engine.rules.stale_tokens == "drop" and engine.sampler == "engine"
         self._is_emptied = self.waits_for_whole or (is_dropping and not self.has_several)
         self._max_age = engine.rules.max_age
@@ -109,7 +110,7 @@ class EngineVersions:
         """The versions that the engine holds, in the order in which they were installed."""
 
     def choose(self, newest: PolicyVersion | None, *, is_sampling: bool) -> PolicyVersion | None:
-        """Return the version to install now; record that its installation has started.
+        """Return the version to install now, and record that its installation has started.
 
         If there is no newer version, or if the engine must first become empty, the result is None.
 
@@ -131,7 +132,7 @@ class EngineVersions:
         return newest
 
     def handle(self, event: InstallEvent, *, now: float) -> None:
-        """Record the result of an installation, or damage to the installed version."""
+        """Record that an installation succeeded or failed, or that the installed weights broke."""
         match event:
             case VersionInstalled(version):
                 self.installing = self.refusal = None
@@ -151,12 +152,12 @@ class EngineVersions:
         self._kept = tuple(kept for kept in self._kept if kept != version)
 
     def expire(self, *, now: float) -> None:
-        """When `again_at` has passed, allow another attempt to install a refused version."""
+        """If `again_at` has passed, allow the engine to try the refused version again."""
         if now >= self.again_at:
             self.again_at = math.inf
 
     def usable(self, learner: LearnerProgress) -> tuple[PolicyVersion, ...]:
-        """Return the versions in the engine that may sample groups.
+        """Return those versions in the engine that may sample groups.
 
         They are the newest version, and older versions whose tokens may still be trained on.
         """
@@ -172,7 +173,10 @@ class EngineVersions:
         )
 
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
-        """Return the version that must sample a group; None if any installed version may."""
+        """Return the version that must sample a group.
+
+        Return None if every installed version may.
+        """
         if not self.has_several:
             return self.installed if self.waits_for_whole else None
         begun = {version for member in group.members for version in member.versions}

@@ -1,4 +1,4 @@
-"""Reports the outcomes of a worker's groups: the result, or the reason for a missing result."""
+"""Reports how a worker's groups end: with a result, or with the reason why there is none."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from echo.wire.codec import encode_group, payload_bytes
 from echo.wire.messages import Deliver, Failed, Lease
 
 MAX_DETAIL_LENGTH = 500
-"""Largest number of characters of the detail in a Failed."""
+"""Largest number of characters in the detail that a Failed states."""
 MAX_TRACEBACK_LENGTH = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """Event: `rewards` are the rewards of a group's members, in order.
+    """Event: the members of a group were scored. `rewards` has their rewards, in order.
 
     If the group became unwanted during scoring, some rewards are missing.
     """
@@ -42,20 +42,20 @@ class GroupScored:
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """Event: a group is finished; its rollouts have rewards."""
+    """Event: a group is finished, and its rollouts have rewards."""
 
     group: Group
 
 
 class Outcomes:
-    """Converts the outcomes of groups to results for the learner."""
+    """Converts the outcomes of groups to the results that the learner gets."""
 
     def __init__(self, held: HeldLeases, counters: Counters, *, worker_id: str) -> None:
-        """Report outcomes of the leases in `held` as the worker `worker_id`."""
+        """Report outcomes of the leases in `held`. `worker_id` is the name of the worker."""
         self._held, self._counters, self._worker_id = held, counters, worker_id
 
     def scored(self, event: GroupScored, *, stale_tokens: StaleTokens, now: float) -> list[Action]:
-        """Deliver a scored group if the learner still wants the group."""
+        """If the learner still wants a scored group, deliver it."""
         group = event.group
         if group.state is not GroupState.SCORING:
             self._held.handle(group, Dropped())
@@ -68,7 +68,7 @@ class Outcomes:
         return self.finished(GroupFinished(finished), now=now)
 
     def finished(self, event: GroupFinished, *, now: float) -> list[Action]:
-        """Deliver a finished group. If the group is too large for a message, report a failure."""
+        """Deliver a finished group. If it is too large for a message, report a failure instead."""
         group = event.group
         held = self._held.get((group.group_id, group.attempt))
         if held is None:
@@ -86,7 +86,7 @@ class Outcomes:
         return []
 
     def failed(self, event: NoResult) -> list[Action]:
-        """Report why a group has no result, if the learner still wants the group."""
+        """If the learner still wants a group, report why it has no result."""
         group = self._held.get(key_of(event.lease))
         if group is None:
             return []
@@ -103,7 +103,7 @@ class Outcomes:
 
 
 def failure_of(event: NoResult) -> Failed:
-    """Return the message that reports a group without a result to the learner."""
+    """Return the message that tells the learner that a group has no result."""
     return Failed(
         group_id=event.lease.group_id,
         attempt=event.lease.attempt,
@@ -115,7 +115,7 @@ def failure_of(event: NoResult) -> Failed:
 
 
 def answer_to(lease: Lease, rollouts: Sequence[Rollout], *, worker_id: str) -> Group:
-    """Return the finished group that answers `lease` with `rollouts`."""
+    """Return the finished group that answers a lease. The group consists of `rollouts`."""
     return Group(
         group_id=lease.group_id,
         attempt=lease.attempt,

@@ -1,4 +1,4 @@
-"""Decides which groups a worker's engine samples in one call, and when a call is stopped.
+"""Decides which groups the engine samples in one call, and when a call is stopped.
 
 A continuous engine accepts requests at any time: it gets one call per group as soon as it has a
 free place. Any other engine gets one batch of groups after another. A batch lasts as long as its
@@ -54,28 +54,28 @@ from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
-    """An engine call: the groups that it samples, and its progress.
+    """A call of the engine: the groups that it samples, and how far it is.
 
     Only the sampler's thread writes `seen_tokens` and `seen_signs`. The event loop's thread writes
     all other fields, and copies the two counts in `credit`.
     """
 
     groups: list[PartialGroup]
-    """The sampled groups, each with at least one unfinished member. Greedy groups are never mixed
-    with other groups."""
+    """The groups that the call samples. Each has at least one unfinished member. Greedy groups are
+    never mixed with other groups."""
     num_awaited: int
-    """If other groups wait, the call is recalled when this number of its groups are whole."""
+    """If other groups wait, the call is recalled as soon as this many of its groups are whole."""
     ends_at: float
     version: PolicyVersion | None
-    """The version that must sample the groups; None to allow any installed version."""
+    """The version that must sample the groups; None if every installed version may."""
     num_whole: int = 0
     num_tokens: int = 0
     """Number of tokens sampled so far."""
     num_signs: int = 0
-    """Number of signs of life that were added to every group of the call. A sampled token is a sign
-    of life."""
+    """Number of signs of life that the call has added to each of its groups. A sampled token is a
+    sign of life."""
     is_recalled: bool = False
-    """Whether the engine was requested to return the call with the tokens so far."""
+    """Whether the engine was asked to end the call and return the tokens sampled so far."""
     seen_tokens: int = 0
     seen_signs: int = 0
 
@@ -85,16 +85,16 @@ class EngineCall:
         return self.groups[0].lease.is_greedy
 
     def on_tokens(self, number: int) -> None:
-        """Count `number` sampled tokens; called in the sampler's thread."""
+        """Count `number` sampled tokens. The sampler's thread calls this method."""
         self.seen_tokens += number
         self.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Count `number` signs of life for each group; called in the sampler's thread."""
+        """Count `number` signs of life for each group. The sampler's thread calls this method."""
         self.seen_signs += number
 
     def credit(self) -> None:
-        """Add the signs of life since the last `credit` to every group.
+        """Add to every group the signs of life that occurred since the last `credit`.
 
         The worker calls this method before each heartbeat.
         """
@@ -109,14 +109,14 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Action):
-    """Action: sample the groups of this call; unfinished members continue where they stopped."""
+    """Action: sample the groups of this call. Unfinished members continue where they stopped."""
 
     call: EngineCall
 
 
 @dataclass(frozen=True, slots=True)
 class Recall(Action):
-    """Action: stop this engine call; CallReturned follows with the tokens so far."""
+    """Action: stop this engine call. CallReturned follows with the tokens sampled so far."""
 
     call: EngineCall
 
@@ -130,19 +130,25 @@ class OfferEpisodes(Action):
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Action):
-    """Action: stop offering episodes to agents; LeaseDropped follows for leases without agents."""
+    """Action: stop offering episodes to agents.
+
+    LeaseDropped follows for each lease that has no agent.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Score(Action):
-    """Action: compute the rewards of a whole group; stop if the group becomes unwanted."""
+    """Action: compute the rewards of a whole group. Stop if the group becomes unwanted."""
 
     group: PartialGroup
 
 
 @dataclass(frozen=True, slots=True)
 class MembersGrown:
-    """Event: the engine has sampled more tokens of a group; `members` are its members now."""
+    """Event: the engine has sampled more tokens of a group.
+
+    `members` has the group's present members.
+    """
 
     call: EngineCall
     group: PartialGroup
@@ -159,7 +165,7 @@ class NonfiniteFound:
 
 @dataclass(frozen=True, slots=True)
 class CallReturned:
-    """Event: a call of the engine has ended; `num_tokens` were sampled in the call."""
+    """Event: a call of the engine has ended. The call has sampled `num_tokens` tokens."""
 
     call: EngineCall
     num_tokens: int
@@ -167,7 +173,7 @@ class CallReturned:
 
 @dataclass(frozen=True, slots=True)
 class CallRefused:
-    """Event: the engine has refused a call because it no longer holds the required version."""
+    """Event: the engine has refused a call, because it no longer holds the call's version."""
 
     call: EngineCall
     why: str
@@ -191,19 +197,19 @@ class CallRaised:
 
 @dataclass(frozen=True, slots=True)
 class NoResult:
-    """Event and decision: a leased group ends without a result because of `reason`."""
+    """Event and decision: a leased group ends without a result. `reason` says why."""
 
     lease: Lease
     reason: str
     detail: str
     traceback: str = ""
     is_elsewhere: bool = False
-    """Whether a retry on another worker may succeed."""
+    """Whether the group may succeed if a different worker samples it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision: give `groups` to other workers; these groups are not in the engine."""
+    """Decision: give `groups` to other workers. None of them is in the engine."""
 
     groups: Sequence[PartialGroup]
 
@@ -213,7 +219,7 @@ Decision = Action | NoResult | GiveUp
 
 
 class EngineCalls:
-    """Decides which groups enter the engine, with which version, and when a call is recalled."""
+    """Decides which groups enter the engine, which version samples them, and when calls end."""
 
     def __init__(
         self,
@@ -223,7 +229,7 @@ class EngineCalls:
         counters: Counters,
         counts: Counter[str],
     ) -> None:
-        """Start with an idle engine without a version.
+        """Start with an idle engine that has no version installed.
 
         Args:
             engine: the facts about the engine.
@@ -234,15 +240,15 @@ class EngineCalls:
         self.engine = engine
         self.versions = EngineVersions(engine)
         self.is_broken = False
-        """Whether the engine is no longer usable, so that the node will end soon."""
+        """Whether the engine has become unusable. Then the node ends soon."""
         self._held = held
         self._counters = counters
         self._counts = counts
         self.throughput = EngineThroughput()
         self._calls: list[EngineCall] = []
         self._max_together = MAX_LEASES
-        """Largest number of groups in one call. After an error the number is smaller, to find the
-        group that causes the error."""
+        """Largest number of groups in one call. After an error it is smaller, so that the group
+        that causes the error is found."""
 
     def measure(self, num_returned: int, *, now: float) -> None:
         """Measure the engine's throughput; `num_returned` tokens were sampled in ended calls."""
@@ -273,7 +279,7 @@ class EngineCalls:
 
     @property
     def deadline(self) -> float:
-        """Time of the next recall of a call or of the next attempt to install a refused version."""
+        """Time at which a call is recalled next, or a refused version may be installed again."""
         ends = [call.ends_at for call in self._calls if not call.is_recalled]
         return min([self.versions.again_at, *ends])
 
@@ -287,7 +293,7 @@ class EngineCalls:
         is_leaving: bool,
         now: float,
     ) -> list[Decision]:
-        """Return the decisions that are possible now: install a version, begin calls, recall calls.
+        """Return what can be done now: install a version, begin calls, or recall calls.
 
         Args:
             newest: the newest complete version.
@@ -410,7 +416,7 @@ class EngineCalls:
     # --- out of the engine -----------------------------------------------------------------------
 
     def handle(self, event: EngineEvent) -> list[Decision]:
-        """Handle an event from the engine; return the resulting decisions."""
+        """Handle an event from the engine. Return the decisions that follow from it."""
         match event:
             case MembersGrown():
                 return self._on_grown(event)
@@ -424,7 +430,10 @@ class EngineCalls:
                 return self._on_raised(event)
 
     def _on_grown(self, event: MembersGrown) -> list[Decision]:
-        """Store a group's members; when all members have ended, request the group's rewards."""
+        """Store the members of a group.
+
+        When all of them have ended, request the group's rewards.
+        """
         event.group.members = list(event.members)
         if not event.group.is_whole:
             return []
@@ -455,7 +464,7 @@ class EngineCalls:
         return self._stop(call.groups)
 
     def _on_refused(self, event: CallRefused) -> list[Decision]:
-        """Remove a call whose version the engine has dropped.
+        """Remove a call that needs a version that the engine has dropped.
 
         The call's groups get another version. If the dropped version is the newest, no other
         version may sample the groups, and they are returned to the learner.
@@ -472,11 +481,11 @@ class EngineCalls:
         return [not_installed(group.lease, event.why) for group in wanted]
 
     def _on_raised(self, event: CallRaised) -> list[Decision]:
-        """Handle a call that raised an error: end its only group, or make smaller calls.
+        """Handle a call that raised an error.
 
-        Several groups are sampled again in calls of half the size, to find the group that causes
-        the error. If the engine is no longer usable, the groups of all calls end on this worker;
-        other workers may sample them.
+        If it had one group, end the group; otherwise make smaller calls. Several groups are sampled
+        again in calls of half the size, to find the group that causes the error. If the engine is
+        no longer usable, the groups of all calls end on this worker; other workers may sample them.
         """
         self._counters.add("engine/calls_failed")
         calls = [event.call] if event.is_usable else list(self._calls)
@@ -493,7 +502,10 @@ class EngineCalls:
         ]
 
     def _stop(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Take unfinished groups back from the engine; give reclaimed groups to other workers."""
+        """Take unfinished groups back from the engine.
+
+        Those that the learner has reclaimed go to other workers.
+        """
         reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
         for group in groups:
             self._held.handle(group, Stopped())
@@ -502,7 +514,7 @@ class EngineCalls:
     # --- recalling -------------------------------------------------------------------------------
 
     def reclaim(self, groups: Sequence[PartialGroup]) -> list[Decision]:
-        """Recall the calls with `groups`, so that another worker can continue these groups.
+        """Recall the calls that contain `groups`, so that another worker can continue these groups.
 
         Episodes are not recalled, because other workers lack their environments and agents.
         """
@@ -517,13 +529,16 @@ class EngineCalls:
         )
 
     def leave(self) -> list[Decision]:
-        """Stop sampling: recall the calls or withdraw the offers to agents; let episodes end."""
+        """Stop sampling: recall the calls, or stop offering episodes to agents.
+
+        Running episodes may end.
+        """
         if self.engine.sampler == "agents":
             return [Withdraw()]
         return self._recall(self._calls) if self.engine.sampler == "engine" else []
 
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
-        """Return whether to recall a call now; its unfinished groups continue later."""
+        """Return whether to recall a call now. Its unfinished groups would continue later."""
         if call.num_whole == len(call.groups):
             return False  # the call returns soon by itself
         if not any(group.is_sampled for group in call.groups):
@@ -547,5 +562,5 @@ class EngineCalls:
 
 
 def not_installed(lease: Lease, why: str) -> NoResult:
-    """Return the decision that gives back a lease because its version is not installed."""
+    """Return the decision that gives a lease back, because its version is not installed."""
     return NoResult(lease, "version_not_installed", why, is_elsewhere=True)

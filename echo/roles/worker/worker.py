@@ -106,7 +106,7 @@ from echo.wire.messages import (
 )
 
 MAX_VERSION_WAIT_S = 30.0
-"""Seconds for which a lease waits for a version that may sample it.
+"""A lease waits for at most this many seconds for a version that may sample it.
 
 The learner grants a lease for the version that the worker reported last. A restarted worker may
 hold an older version. The newer version may arrive soon, or never, for example because the engine
@@ -117,7 +117,7 @@ refuses it. So the lease waits for this time, and is then returned for another w
 
 @dataclass(frozen=True, slots=True)
 class EngineBuilt:
-    """Event: task and engine are built; `digests` are the hashes of their files."""
+    """Event: task and engine are built. `digests` has the hashes of their files."""
 
     engine: EngineFacts
     digests: dict[str, str]
@@ -125,14 +125,17 @@ class EngineBuilt:
 
 @dataclass(frozen=True, slots=True)
 class LeasesDemanded:
-    """Event: agents need `num_groups` groups in total, including the groups that they have."""
+    """Event: agents need `num_groups` groups in total.
+
+    The groups that they already have count, too.
+    """
 
     num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeasesAlive:
-    """Event: agents have shown `num_signs` signs of life in total for each of these leases."""
+    """Event: for each of these leases, agents have shown `num_signs` signs of life in total."""
 
     leases: Sequence[Lease]
     num_signs: int
@@ -140,13 +143,13 @@ class LeasesAlive:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDropped:
-    """Event: no agent will work on a lease, so the lease will expire at the learner."""
+    """Event: no agent will work on a lease, so the learner will let the lease expire."""
 
     lease: Lease
 
 
 class Worker(DialingRole):
-    """The worker's role: connects the role's parts with the learner and the shell."""
+    """The role of a worker. It connects the role's parts with the learner and the shell."""
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class Worker(DialingRole):
         terms: ReleaseTerms | None = None,
         now: float,
     ) -> None:
-        """Start without leases and engine; the event EngineBuilt provides the engine.
+        """Start without leases and without an engine. The event EngineBuilt provides the engine.
 
         Args:
             settings: the settings of the node.
@@ -171,12 +174,13 @@ class Worker(DialingRole):
         self.held = HeldLeases(outbox)
         self.departure = Departure(terms or ReleaseTerms())
         self.max_groups = 0
-        """Number of groups that this worker may hold at the same time, running and waiting."""
+        """Number of groups that this worker may hold at the same time. Running and waiting groups
+        both count."""
         self.tokens_sampled = 0
         self.num_accepted = 0
         """Number of groups that the learner has accepted since this process started."""
         self.partial_counts: Counter[str] = Counter()
-        """Counts of unfinished rollouts, for the learner's metrics."""
+        """Counts of what happens to unfinished rollouts. The learner's metrics show them."""
         self._outcomes = Outcomes(self.held, self.counters, worker_id=settings.node_id)
         self._keeper = PartialKeeper(self.held, self.partial_counts)
         self._calls: EngineCalls | None = None
@@ -194,7 +198,7 @@ class Worker(DialingRole):
             self._calls.validate()
 
     def handle(self, event: Any, *, now: float) -> list[Action]:
-        """Handle an event from the shell; carry out all actions that have become possible."""
+        """Handle an event from the shell, and do everything that has become possible."""
         return [*super().handle(event, now=now), *self._advance(now)]
 
     # --- what the learner and the operator are told ----------------------------------------------
@@ -218,16 +222,16 @@ class Worker(DialingRole):
 
     @property
     def lineages(self) -> tuple[Lineage, ...]:
-        """The run's lineages from the learner, oldest first."""
+        """The run's lineages, as the learner has sent them, oldest first."""
         return self.joining.lineages
 
     @property
     def activity(self) -> str:
-        """Text for the operator on this worker's present activity or wait."""
+        """Text that tells the operator what this worker is doing or what it waits for."""
         return describe_activity(self._calls, self.held, self.departure)
 
     def lease_states(self) -> tuple[LeaseState, ...]:
-        """Return the state of each held lease and of each lease with an unacknowledged result."""
+        """Return the state of each lease that is held or whose result is not yet acknowledged."""
         return tuple(self.held.states(now=self._beat_at)[:MAX_LEASES])
 
     def stats(self) -> NodeStats:
@@ -254,7 +258,7 @@ class Worker(DialingRole):
         )
 
     def heartbeat(self, *, now: float) -> list[Action]:
-        """Send a heartbeat with this worker's state to the learner now.
+        """Send a heartbeat now. It tells the learner this worker's state.
 
         A group that is being scored counts as alive, because every call of a task's code has a time
         limit. So if a call hangs or waits for a thread, the group ends with the task's error before
@@ -273,7 +277,7 @@ class Worker(DialingRole):
     # --- from the learner ------------------------------------------------------------------------
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
-        """Handle a message from the learner about leases, acknowledgements or plans."""
+        """Handle a message from the learner that concerns leases, acknowledgements or plans."""
         match message:
             case Grant():
                 self._on_grant(message, payload)
@@ -299,9 +303,9 @@ class Worker(DialingRole):
                 self.held.add(lease, members)
 
     def _on_reclaim(self, message: Reclaim, now: float) -> list[Action]:
-        """Return reclaimed groups for other workers: waiting groups now, running groups later.
+        """Return the groups that the learner reclaims for other workers.
 
-        Running groups are returned after their calls have stopped.
+        Waiting groups are returned now. Running groups are returned after their calls have stopped.
         """
         groups = [g for key in message.leases if (g := self.held.get(key)) is not None]
         recalled: list[Decision] = []
@@ -311,7 +315,7 @@ class Worker(DialingRole):
         return [*self._decided(recalled, now), *self._give_up(waiting, now)]
 
     def _give_up(self, groups: Sequence[PartialGroup], now: float) -> list[Action]:
-        """Return groups that are not in the engine, so that other workers can continue them.
+        """Return groups that are not in the engine. Other workers can then continue them.
 
         The groups' tokens are sent, too.
         """
@@ -349,7 +353,7 @@ class Worker(DialingRole):
         return actions
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Send a heartbeat; send all unacknowledged results again.
+        """Handle the admission: send a heartbeat, and send each unacknowledged result again.
 
         Unfinished groups are sent again at their next due time. A restarted learner has lost these
         groups, and a lost link may have lost messages.
@@ -366,7 +370,7 @@ class Worker(DialingRole):
     # --- after every event -----------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Action]:
-        """Carry out all actions that are possible: install, begin, recall, ship, send and leave."""
+        """Do all that is possible now: install versions, begin and recall calls, send, leave."""
         calls = self._calls
         actions: list[Action] = []
         if calls is not None and not calls.is_broken:
@@ -380,7 +384,7 @@ class Worker(DialingRole):
         return [*actions, *self._send_due(now), *self._leave_when_done(now)]
 
     def _decided(self, decisions: Iterable[Decision], now: float) -> list[Action]:
-        """Carry out decisions of `EngineCalls`; return the resulting actions.
+        """Carry out what `EngineCalls` has decided. Return the actions that this needs.
 
         If a decision is an action, return the decision unchanged.
         """
@@ -396,7 +400,7 @@ class Worker(DialingRole):
         return actions
 
     def ship(self, *, interval_s: float, now: float) -> list[Action]:
-        """Send new tokens of interrupted groups to the learner, if this worker is admitted.
+        """If this worker is admitted, send the learner the new tokens of interrupted groups.
 
         A group is sent at most once in `interval_s` seconds.
         """
@@ -450,7 +454,10 @@ class Worker(DialingRole):
         return [*actions, *self.ship(interval_s=interval_s, now=now), *saved]
 
     def _on_install(self, event: InstallEvent, now: float) -> list[Action]:
-        """Handle the end of an installation. If it failed and no version is installed, stop."""
+        """Handle the end of an installation.
+
+        If it failed and no other version is installed, stop the node.
+        """
         if self._calls is None:
             return []  # a stored version was found damaged before the engine was built
         self._calls.versions.handle(event, now=now)
@@ -535,7 +542,7 @@ class Worker(DialingRole):
         return [*self._beat(now), *self._decided(stops, now)]
 
     def _leave_when_done(self, now: float) -> list[Action]:
-        """Hand over unfinished groups when the engine has stopped; leave when all work is done."""
+        """Hand over unfinished groups once the engine has stopped. Leave once all work is done."""
         if not self.is_leaving:
             return []
         calls, departure = self._calls, self.departure
@@ -551,7 +558,7 @@ class Worker(DialingRole):
         return [*actions, *departure.finish(is_busy=is_busy, now=now)]
 
     def _on_released(self, event: MachineReleased, now: float) -> list[Action]:
-        """Send a Goodbye with the result of the machine's release; then stop."""
+        """Send a Goodbye that says whether the machine was released. Then stop."""
         reason = self.departure.reason
         goodbye: list[Action] = []
         if self.is_admitted:
@@ -570,7 +577,7 @@ class Worker(DialingRole):
         return earliest(super().deadline, outbox_at, None if first == math.inf else first)
 
     def expire(self, *, now: float) -> list[Action]:
-        """Carry out work that is due at `now`: departure, repeats, heartbeats, overdue leases."""
+        """Do everything that is due at `now`: departure, repeats, heartbeats, overdue leases."""
         actions: list[Action] = []
         if self.departure.is_due(lost_at=self.control.lost_at, now=now):
             actions.append(Note("warning", f"leaving: {self.departure.reason}"))
