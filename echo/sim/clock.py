@@ -1,4 +1,4 @@
-"""Provides virtual time for asyncio: an event loop that makes calls without waiting.
+"""Provides virtual time for asyncio, through an event loop that makes calls without waiting.
 
 Tasks, timers and timeouts run unchanged on a `VirtualLoop`. When no callback is ready, time jumps
 to the next timer. Calls for the same instant are made in the order of scheduling. So the same
@@ -19,7 +19,7 @@ from echo.runtime.threads import Returned
 
 
 class StandstillError(RuntimeError):
-    """The program has not ended, but the loop has no scheduled calls."""
+    """The program has not ended, but the loop has no further calls to make."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -38,7 +38,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
         self.num_calls = 0
-        """Number of callbacks made since the start."""
+        """Number of callbacks that the loop has made since its start."""
 
     def time(self) -> float:
         """Return the virtual seconds since the start."""
@@ -47,7 +47,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
-        """Schedule a callback for an instant, after the callbacks that have the same instant."""
+        """Schedule a callback for an instant.
+
+        It runs after earlier callbacks for the same instant.
+        """
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
@@ -79,7 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()  # noqa: SLF001 -- as its base class does
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: the loop drops a cancelled timer at the timer's instant."""
+        """Do nothing, because the loop drops a cancelled timer when the timer's instant comes."""
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any
@@ -92,14 +95,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise RuntimeError(f"{func!r} was to run in a thread: hand InlineThreads to its owner")
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """Do nothing: the loop has no sockets."""
+        """Do nothing, because the loop has no sockets."""
 
     def _write_to_self(self) -> None:
-        """Do nothing: no other thread calls the loop."""
+        """Do nothing, because no other thread calls the loop."""
 
 
 class InlineThreads:
-    """Replaces a node's threads by calls in the event loop.
+    """Takes the place of a node's threads. Calls are made in the event loop instead.
 
     Each call is made after its simulated time.
     """
@@ -108,7 +111,7 @@ class InlineThreads:
         self.is_closed = False
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return the simulated seconds of a call of `function` in this pool."""
+        """Return how many simulated seconds a call of `function` takes in this pool."""
         return 0.0
 
     def pool(self, name: str, num_threads: int = 1) -> InlinePool:
@@ -116,12 +119,15 @@ class InlineThreads:
         return InlinePool(self, name, num_threads)
 
     def close(self) -> None:
-        """Drop all scheduled calls, including calls that have already begun."""
+        """Drop all scheduled calls, even those that have already begun."""
         self.is_closed = True
 
 
 class InlinePool:
-    """Replaces a pool of threads; calls begin in the order of the requests."""
+    """Takes the place of a pool of threads.
+
+    Calls begin in the order in which they were requested.
+    """
 
     def __init__(self, threads: InlineThreads, name: str, num_threads: int) -> None:
         self._threads = threads
@@ -129,7 +135,7 @@ class InlinePool:
         self._free_at = [-math.inf] * num_threads
 
     def run(self, function: Callable[..., Returned], *arguments: Any) -> asyncio.Future[Returned]:
-        """Schedule a call of `function`; return the future of its result.
+        """Schedule a call of `function`. Return a future that gets the call's result.
 
         The call begins when a simulated thread of the pool is free. The function runs at the end of
         the call's simulated time.

@@ -1,4 +1,4 @@
-"""Makes faults in a simulation: the scenario's faults and random losses of spot machines."""
+"""Makes faults in a simulation: the scenario's faults, and random losses of spot machines."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class SimulatedSite:
     worker: SimWorker | None = None
     rental: Rental | None = None
     num_absences: int = 0
-    """Number of faults that disable the machine or its process now. When the number is 0, a worker
-    can start here again."""
+    """Number of faults that disable the machine or its process at present. When the number is 0, a
+    worker can start here again."""
     is_given_up: bool = False
     """Whether the worker has given the machine back. If so, no worker starts here again."""
 
     def give_back(self, now: float) -> None:
-        """Stop paying for the machine at the time `now`."""
+        """Give the machine back at the time `now`. From then on it costs nothing."""
         if self.rental is not None:
             self.rental.until_s, self.rental = now, None
 
@@ -58,7 +58,7 @@ class Faults:
     """Schedules and makes the faults of one simulated run."""
 
     def __init__(self, stage: Stage) -> None:
-        """Prepare faults for this stage; `begin` schedules them."""
+        """Prepare faults for this stage. They are scheduled when `begin` is called."""
         self._stage = stage
 
     def begin(self) -> None:

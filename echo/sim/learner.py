@@ -1,4 +1,4 @@
-"""Simulates the learner: the real learner's node without a disk, with a simulated trainer."""
+"""Simulates the learner: the real learner's node, without a disk and with a simulated trainer."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ GIVE_UP_STEPS = 30
 """A run ends if no step was trained for GIVE_UP_STEPS step times and for GIVE_UP_S seconds."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30
-"""A bound on staleness that is too large to delay a lease."""
+"""A staleness bound that is too large to delay any lease."""
 
 _log = logging.getLogger("echo.sim")
 
 
 class SimLearner(LearnerNode):
-    """The real learner's node; it records its steps in the simulation's history."""
+    """The real learner's node, which records its steps in the history of the simulation."""
 
     is_watching = False
     notices = ()
@@ -87,7 +87,7 @@ class SimLearner(LearnerNode):
         broadcast: Broadcast,
         end: Callable[[str], None],
     ) -> None:
-        """Start a run of the scenario on a transport.
+        """Start to run the scenario. The learner sends its messages over `transport`.
 
         `end` is called when the run ends. The argument of `end` is the reason, or "" after the last
         step.
@@ -123,11 +123,17 @@ class SimLearner(LearnerNode):
         super().__init__(opened, transport, sections, self, threads=threads, log=_log)
 
     def waiting(self) -> dict[int, float]:
-        """Return the number of tokens of each accepted and untrained group, by group id."""
+        """Return the number of tokens of each group that is accepted but not yet trained on.
+
+        Keys are group ids.
+        """
         return {i: self._groups.length(i).num_tokens for i in self._memory.waiting}
 
     def write_metrics(self, step: int, row: Row) -> None:
-        """Record a step and explanations of waits; with activation, also record the costs."""
+        """Record a step, and the explanations of waits.
+
+        If activation is on, record the costs as well.
+        """
         figures: Mapping[str, Any] = row
         history, trainer = self._history, self.trainer
         if "explain" in row:
@@ -163,16 +169,16 @@ class SimLearner(LearnerNode):
             self._end_run("")
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Do nothing with the samples: a simulated rollout has no text."""
+        """Do nothing with the samples, because a simulated rollout has no text."""
 
     def show(self, status: RunStatus) -> None:
-        """Do nothing with the status: a simulation has no terminal."""
+        """Do nothing with the status, because a simulation has no terminal."""
 
     def save(self, status: RunStatus) -> None:
-        """Do nothing with the status: a simulation has no disk."""
+        """Do nothing with the status, because a simulation has no disk."""
 
     def export(self, directory: Path, publication: Publication) -> None:
-        """Record that the run has ended before its last step because its budget is spent.
+        """Record that the run ends before its last step, because its budget is spent.
 
         After the last step, this call has no effect.
         """
@@ -215,12 +221,12 @@ def make_sections(scenario: Scenario, *, scale: float) -> RunSections:
 
 
 def make_batch(job: Job) -> BatchSection:
-    """Return the configuration section with the size of a batch."""
+    """Return the configuration section that states the size of a batch."""
     return BatchSection(group_size=job.group_size, groups_per_step=job.groups_per_step)
 
 
 def make_buffer(scenario: Scenario) -> StalenessBuffer:
-    """Return an empty rollout buffer for the learner."""
+    """Return an empty buffer in which the learner keeps accepted groups."""
     job = scenario.job
     buffer = StalenessBuffer(max_staleness=job.max_staleness, lineages=LINEAGES)
     if not scenario.settings.is_paced:
@@ -239,7 +245,7 @@ def make_role(
     scale: float,
     now: float,
 ) -> Learner:
-    """Return the learner's role for the scenario."""
+    """Return the role that the learner has in the scenario."""
     job, settings = scenario.job, scenario.settings
     return Learner(
         LearnerSettings(
@@ -304,7 +310,7 @@ def _egress_per_gb(scenario: Scenario) -> float:
 
 
 class NoPrompts:
-    """Replaces the prompt source in a simulation; all prompts are equal."""
+    """Takes the place of the prompt source. In a simulation, all prompts are equal."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
         return Lease(group_id=group_id, attempt=attempt, seed=group_id, prompt_ids=(0,), example={})

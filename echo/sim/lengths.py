@@ -1,4 +1,4 @@
-"""Draws each group's length from the group's id, and records the versions that sampled the group.
+"""Draws the length of each group from the group's id, and records which versions sampled it.
 
 In a simulation, the message of a group has one token per version that sampled the group. This
 module stores the true number of tokens.
@@ -18,17 +18,17 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Lease
 
 REMEMBERED = 1 << 17
-"""Number of groups with cached lengths. Other lengths are drawn again when needed."""
+"""Number of groups whose lengths are cached. Other lengths are drawn again when they are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLength:
-    """The number of completion tokens of one group."""
+    """How many completion tokens a group has."""
 
     num_tokens: int
-    """Number of completion tokens of all rollouts."""
+    """Number of completion tokens in all rollouts of the group."""
     longest: int
-    """Number of completion tokens of the longest rollout."""
+    """Number of completion tokens in the longest rollout of the group."""
     is_useful: bool = True
     """Whether the group's rewards differ, so that the group can be trained on."""
 
@@ -49,7 +49,7 @@ class LogNormalLengths:
         useful_share: float,
         seed: int,
     ) -> None:
-        """Set the distribution of the lengths.
+        """Set the parameters of the distribution from which lengths are drawn.
 
         Args:
             mean: mean number of tokens of a completion, before the limit applies.
@@ -66,7 +66,8 @@ class LogNormalLengths:
         self._useful_share = useful_share
         self._seed = seed
         self.of = lru_cache(maxsize=REMEMBERED)(self._draw)
-        """Returns the length of a group by its id; the same id always gives the same length."""
+        """Returns the length of the group with a given id. The same id always gives the same
+        length."""
 
     def _draw(self, group_id: int) -> GroupLength:
         chance = random.Random(f"{self._seed}/group/{group_id}")
@@ -81,11 +82,11 @@ class LogNormalLengths:
 
 
 Shares = list[tuple[PolicyVersion, float]]
-"""Numbers of sampled tokens by version: (version, number), oldest version first."""
+"""How many tokens each version has sampled: (version, number of tokens), oldest version first."""
 
 
 class _Named(msgspec.Struct):
-    """The fields of a group's header (`codec.GroupHeader`) that the simulation reads."""
+    """Those fields of a group's header (`codec.GroupHeader`) that the simulation reads."""
 
     group_id: int
 
@@ -94,20 +95,20 @@ _decoder = msgspec.msgpack.Decoder(_Named)
 
 
 class Groups:
-    """Stores the length of every group, and the group's number of tokens by version."""
+    """Stores the length of every group, and how many of its tokens each version sampled."""
 
     def __init__(self, lengths: LogNormalLengths, *, upload_bytes_per_token: float) -> None:
         self._lengths = lengths
         self._bytes_per_token = upload_bytes_per_token
         self._shares: dict[int, dict[int, Shares]] = {}
         self.tokens_sampled = 0.0
-        """Number of tokens of all finished attempts at groups."""
+        """Number of tokens that all finished attempts at groups have sampled."""
 
     def length(self, group_id: int) -> GroupLength:
         return self._lengths.of(group_id)
 
     def num_bytes(self, header: Frame) -> float:
-        """Return a group's size in a real run, in bytes, from the group's header."""
+        """Read a group's header. Return how many bytes the group would have in a real run."""
         group_id = _decoder.decode(header).group_id
         return self._lengths.of(group_id).num_tokens * self._bytes_per_token
 
@@ -120,7 +121,7 @@ class Groups:
         return self._shares[group.group_id][group.attempt]
 
     def waiting(self, group_id: int) -> float:
-        """Return the number of tokens of a finished attempt at a group.
+        """Return the number of tokens that a finished attempt at a group has sampled.
 
         The number is 0 if no attempt has finished, or if the group was trained or discarded.
         """

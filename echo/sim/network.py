@@ -37,11 +37,11 @@ from echo.net.transport import Frame, format_address, parse_address
 from echo.sim.lengths import Groups
 
 BULK_BYTES = 1 << 14
-"""Smallest size of a bulk message, in bytes. Bulk messages queue at the links."""
+"""A message of at least this many bytes is a bulk message. Bulk messages queue at the links."""
 FRAMING_BYTES = 60
 """Approximate number of bytes that TCP, IP and ZMTP (ZeroMQ's protocol) add to a message."""
 HANDSHAKE_TRIPS = 4
-"""Number of one-way trips in a handshake: two for TCP and two for CURVE."""
+"""Number of one-way trips that a handshake takes: two for TCP and two for CURVE."""
 FIRST_FREE_PORT = 49152
 
 
@@ -54,7 +54,7 @@ class Route:
     latency_s: float = 0.0005
     """Latency in one direction, seconds."""
     jitter_s: float = 0.0
-    """Largest jitter, seconds. Each message takes an additional time that is uniformly distributed
+    """Largest additional delay of a message, seconds. Each message's delay is uniformly distributed
     in [0, jitter_s]."""
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Route:
             raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; to stop it, cut")
 
     def joined(self, other: Route) -> Route:
-        """Return this route followed by `other`."""
+        """Return the route that consists of this route and then of `other`."""
         return Route(
             bytes_per_s=min(self.bytes_per_s, other.bytes_per_s),
             latency_s=self.latency_s + other.latency_s,
@@ -76,17 +76,21 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class Port:
-    """A machine's access to the network. It remains when the machine's processes end."""
+    """The point at which a machine joins the network.
+
+    It remains when the machine's processes end.
+    """
 
     name: str
     region: str = ""
-    """The machine's region. If empty, the machine is alone in a region with the machine's name."""
+    """The machine's region. If empty, the machine is alone in a region that has the machine's
+    name."""
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
     address: str | None = None
     """The address at which other nodes can dial the machine; None behind a NAT."""
     dead_after_s: float = 10.0
-    """Seconds after which a process on this machine closes a stalled connection."""
+    """If a connection stalls for this many seconds, a process on this machine closes it."""
     up_idle_at: float = 0.0
     down_idle_at: float = 0.0
     bytes_sent: float = 0.0
@@ -108,7 +112,7 @@ class Client(Protocol):
     def on_disconnected(self, end: LinkEnd, reason: str) -> None: ...
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Handle a message that has arrived at one of this process's ends.
+        """Handle a message that has arrived at this process's end of a connection.
 
         The first message of an inbound connection also notifies a listener of the connection.
         """
@@ -120,13 +124,13 @@ class LinkEnd:
 
     client: Client
     address: str | None
-    """The address that this end has dialled; None if the other end has dialled."""
+    """The address that this end has dialled; None if the other end has dialled this end."""
     number: int
-    """Serial number of the attempt to dial, in the whole network."""
+    """Serial number of the attempt to dial, counted over the whole network."""
     peer: str = ""
     """The name that this end's client uses for the other side."""
     unread_bytes: int = 0
-    """Number of bytes that were sent to this end and are not yet read by its client. The clients
+    """Number of bytes that were sent to this end but that its client has not read yet. The clients
     update the number."""
     is_open: bool = False
     is_over: bool = False
@@ -137,17 +141,18 @@ class LinkEnd:
     route: Route = field(init=False)
     stream_bytes_per_s: float = field(init=False)
     chance: random.Random | None = None
-    """Random numbers for the jitter. Both ends share them. None without jitter."""
+    """Source of random numbers for the jitter, which both ends share; None without jitter."""
     idle_at: float = 0.0
-    """Time at which the route is free for another bulk message."""
+    """Time at which the route becomes free for the next bulk message."""
     arrived_at: float = 0.0
     """Time at which the newest message from this end reaches the receiver's downlink."""
     done_at: float = 0.0
-    """Time at which the receiver's downlink has delivered all messages that have reached it."""
+    """Time at which the receiver's downlink will have delivered all messages that have reached
+    it."""
 
 
 Sides: TypeAlias = tuple[frozenset[str], ...]
-"""The groups of nodes and regions that are cut off from each other."""
+"""The groups of nodes and regions that a cut separates from each other."""
 
 
 class Network:
@@ -179,14 +184,16 @@ class Network:
         self._within, self._middle = Route(), Route(latency_s=0.0)
         self._between = between or self._middle
         self._routes: dict[tuple[str, str], Route] = {}
-        """Routes by pair of regions. Routes that were not set are computed at their first use."""
+        """The route for each pair of regions. A route that was not set is computed when it is first
+        used."""
         self._listeners: dict[str, Client] = {}
         self._ports = itertools.count(FIRST_FREE_PORT)
         self._ends: dict[Client, dict[LinkEnd, None]] = {}
         self._num_dials = 0
         self._cuts: list[Sides] = []
         self.traffic: dict[tuple[str, str, str], float] = {}
-        """Number of sent bytes, by (source region, destination region, kind of message)."""
+        """For each (source region, destination region, kind of message), the number of bytes
+        sent."""
 
     @property
     def now(self) -> float:
@@ -194,7 +201,7 @@ class Network:
         return asyncio.get_running_loop().time()
 
     def at(self, instant: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a call for an instant. If the instant has passed, make the call now."""
+        """Schedule a call for an instant. If the instant has already passed, make the call now."""
         loop = asyncio.get_running_loop()
         loop.call_at(max(instant, loop.time()), call, *arguments)
 
@@ -209,7 +216,10 @@ class Network:
         self._routes = {pair: known for pair, known in self._routes.items() if name not in pair}
 
     def set_route(self, source: str, destination: str, route: Route) -> None:
-        """Replace the route from one region to another; messages in flight keep the old route."""
+        """Replace the route from one region to another.
+
+        Messages in flight still take the old route.
+        """
         self._routes[source, destination] = route
         for end in self._standing():
             if (end.client.port.region, end.far.client.port.region) == (source, destination):
@@ -230,7 +240,7 @@ class Network:
         return found
 
     def listen(self, client: Client) -> None:
-        """Let a client accept connections at the address of its port.
+        """Let a client accept connections at the address that its port has.
 
         Port number 0 in the address is replaced by a free port.
 
@@ -256,7 +266,7 @@ class Network:
     # --- connections -----------------------------------------------------------------------------
 
     def dial(self, client: Client, address: str, *, peer: str = "") -> LinkEnd:
-        """Start to connect a client to an address; return the client's end.
+        """Start to connect a client to an address. Return the client's end of the connection.
 
         The client's `on_connected` or `on_refused` is called after the handshake. `peer` is the
         client's name for the other side.
@@ -298,11 +308,11 @@ class Network:
     def hang_up(
         self, end: LinkEnd, *, linger_s: float = math.inf, reason: str = "the peer hung up"
     ) -> None:
-        """Close a connection or stop dialling; notify the other side after the latency.
+        """Close a connection, or stop dialling.
 
-        Messages that were already sent still arrive for `linger_s` seconds. After the last of these
-        messages, the other side is notified. This end's client gets no further events of the
-        connection.
+        Notify the other side after the latency of the route. Messages that were already sent still
+        arrive for `linger_s` seconds. After the last of these messages, the other side is notified.
+        This end's client gets no further events of the connection.
         """
         is_notified = end.is_open and not end.is_stalled
         self._leave(end)
@@ -312,13 +322,16 @@ class Network:
             self.at(at, self._on_end, end.far, reason)
 
     def close(self, client: Client, *, linger_s: float = 0.0) -> None:
-        """End a process and notify its peers. Sent messages still arrive for `linger_s`."""
+        """End a process and notify its peers.
+
+        Messages that it has sent still arrive for `linger_s`.
+        """
         self._unlisten(client)
         for end in list(self._ends.get(client, ())):
             self.hang_up(end, linger_s=linger_s, reason="the peer's connection closed")
 
     def vanish(self, client: Client) -> None:
-        """End a process because its machine is lost; do not notify its peers.
+        """End a process without notifying its peers, because its machine is lost.
 
         The peers' ends of the connections stall, and each peer gives up after its own
         `dead_after_s`.
@@ -362,7 +375,7 @@ class Network:
     # --- messages --------------------------------------------------------------------------------
 
     def send(self, end: LinkEnd, frames: list[Frame]) -> bool:
-        """Send a message from this end to the other end; return False without a connection."""
+        """Send a message from this end to the other end. Return False if there is no connection."""
         if not end.is_open:
             return False
         here, there = end.client.port, end.far.client.port
@@ -399,7 +412,7 @@ class Network:
         return "control", num_bytes + sum(map(len, frames[1:]))
 
     def _arrive(self, end: LinkEnd, num_bytes: float, frames: list[Frame]) -> None:
-        """Deliver a message from `end` after its transfer time on the receiver's downlink."""
+        """Deliver a message from `end` when the receiver's downlink has had time to transfer it."""
         far = end.far
         if far.is_stalled or not far.is_open:
             return
@@ -449,7 +462,7 @@ class Network:
         return (end for ends in list(self._ends.values()) for end in list(ends) if end.is_open)
 
     def _stall(self, end: LinkEnd) -> None:
-        """Stall a connection; notify each end after the `dead_after_s` of the end's machine."""
+        """Stall a connection. Each end is notified after the `dead_after_s` of its own machine."""
         for each in (end, end.far) if end.address is not None else (end.far, end):
             if each.is_open and not each.is_stalled:
                 each.is_stalled = True
@@ -463,6 +476,6 @@ def _named(groups: Sequence[str | Collection[str]]) -> Sides:
 
 
 def _side(groups: Sides, port: Port) -> int | None:
-    """Return the index of the group that contains the port's node or region, or None."""
+    """Return the index of the group that has the port's node or region. Return None if none has."""
     sides = (i for i, group in enumerate(groups) if port.name in group or port.region in group)
     return next(sides, None)

@@ -15,7 +15,7 @@ from echo.sim.lengths import LogNormalLengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The input of a simulation. The same scenario always gives the same history."""
+    """The input of a simulation. The same scenario always produces the same history."""
 
     name: str
     fleet: RentedFleet
@@ -28,14 +28,14 @@ class Scenario:
     is_auto_period: bool = False
     faults: Sequence[FaultRow] = ()
     activation: ActivationSection | None = None
-    """The settings of activation; None if all workers generate, independent of their cost."""
+    """The settings of activation. None if all workers generate, whatever they cost."""
     min_dwell_s: float = 120.0
-    """Smallest number of seconds for which activation keeps a worker active. A short run needs a
-    lower value."""
+    """Activation keeps a worker active for at least this many seconds. A short run needs a lower
+    value."""
     prices: Sequence[PriceRow] = ()
 
     def group_lengths(self) -> LogNormalLengths:
-        """Return the distribution of the groups' lengths."""
+        """Return the distribution from which the groups' lengths are drawn."""
         job = self.job
         return LogNormalLengths(
             mean=job.completion_tokens,
@@ -47,13 +47,13 @@ class Scenario:
         )
 
     def price_per_h(self, offer: Offer, at_s: float) -> float:
-        """Return the price of one node of an offer at an instant, in $ per hour."""
+        """Return what one node of an offer costs at an instant, in $ per hour."""
         changes = [c for c in self.prices if c.offer == offer.name and c.at_s <= at_s]
         newest = max(changes, key=lambda change: change.at_s, default=None)
         return offer.price_per_h if newest is None else newest.price_per_h
 
     def nodes(self) -> list[tuple[str, Offer]]:
-        """Return the name and the offer of each worker, in the order of starting.
+        """Return the name and the offer of each worker, in the order in which workers start.
 
         The offers alternate, so that workers of all offers start early.
         """

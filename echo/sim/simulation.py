@@ -1,4 +1,4 @@
-"""Simulates a fleet: builds a scenario's nodes, runs them in virtual time, and records a history.
+"""Simulates a fleet: builds the nodes of a scenario, runs them in virtual time, records a history.
 
 The learner, the relays and the roles of workers run their real code on an event loop with virtual
 time (`clock.py`) and a simulated network (`network.py`). Simulated times replace the engines, the
@@ -50,8 +50,8 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
-"""Number of bytes that a child requests ahead at first. The number is large because simulated
-chunks are large."""
+"""Number of bytes that a child may at first request before they have arrived. It is large because
+simulated chunks are large."""
 
 _log = logging.getLogger("echo.sim")
 # Nodes' reports to operators are dropped: the history has their content.
@@ -60,10 +60,10 @@ _log.propagate = False
 
 
 class Simulation:
-    """One simulated run of a scenario."""
+    """One run of a scenario in the simulator."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Build the network and the sites of the scenario; `run` starts the nodes."""
+        """Build the scenario's network and sites. The nodes start when `run` is called."""
         self.scenario = scenario
         self.loop = VirtualLoop()
         self.history = History()
@@ -139,11 +139,11 @@ class Simulation:
             self._fail(error)
 
     def _on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the simulation with an exception from a callback of the loop."""
+        """End the simulation, because a callback of the loop has raised an exception."""
         self._fail(context.get("exception") or RuntimeError(context["message"]))
 
     def _fail(self, error: BaseException) -> None:
-        """End the simulation with an unexpected exception."""
+        """End the simulation, because an unexpected exception has occurred."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -206,7 +206,7 @@ class Simulation:
         return SimulatedSite(name, offer, port, offer.tokens_per_s * factor)
 
     def _price(self, offer: Offer) -> Price:
-        """Return the present price of a node, with the traffic price per simulated GB."""
+        """Return what a node costs at present. The price of traffic is per simulated GB."""
         return Price(
             per_h=self.scenario.price_per_h(offer, self.loop.time()),
             per_gb=offer.price_per_gb * self._versions.scale,
@@ -214,7 +214,7 @@ class Simulation:
         )
 
     def start_worker(self, site: SimulatedSite) -> None:
-        """Start a worker's process at a site; begin to pay for the site's machine."""
+        """Start the process of a worker at a site. From now on, the site's machine costs money."""
         scenario, now = self.scenario, self.loop.time()
         job, settings, offer = scenario.job, scenario.settings, site.offer
         has_relay = scenario.fleet.has_relay(offer)
@@ -258,7 +258,7 @@ class Simulation:
     # --- ends and returns ------------------------------------------------------------------------
 
     def _worker_ended(self, worker: SimWorker) -> None:
-        """Record the end of a worker; add its sampled tokens to the history.
+        """Record that a worker has ended. Add the tokens that it sampled to the history.
 
         If the worker has given its machine back, the site is not used again.
         """
@@ -272,7 +272,7 @@ class Simulation:
             site.is_given_up = True
 
     def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End a worker's process; its unsent messages are lost.
+        """End the process of a worker. Messages that it has not sent are lost.
 
         If `is_silent`, the machine is also lost, and peers are not notified.
         """
@@ -280,14 +280,14 @@ class Simulation:
         worker.link.kill(is_silent=is_silent)
 
     def end(self, reason: str) -> None:
-        """End the run because of `reason`, which is empty after the last step."""
+        """End the run. `reason` says why; it is empty after the last step."""
         if not self._ended.done():
             self._ended.set_result(reason)
 
     # --- running ---------------------------------------------------------------------------------
 
     def run(self) -> History:
-        """Run the simulation until the run ends, and return its history."""
+        """Simulate until the run ends, and return the history of the run."""
         with rare_collections(), asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._main())
         return self.history
@@ -317,7 +317,7 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _give_up_later(self) -> None:
-        """If the run has not trained for too long, end it. Otherwise check again later."""
+        """If no step was trained for too long, end the run. Otherwise check again later."""
         steps, job = self.history.steps, self.scenario.job
         patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)

@@ -1,4 +1,4 @@
-"""Records the history of a simulated run; summarises time, staleness, waste, traffic and cost."""
+"""Records the history of a simulated run. Summarises time, staleness, waste, traffic and cost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from echo.sim.lengths import Groups
 from echo.sim.scenario import Scenario
 
 Traffic = dict[tuple[str, str, str], float]
-"""Number of bytes by (source region, destination region, kind). The kind is "weights", "rollouts"
-or "control"."""
+"""For each (source region, destination region, kind), the number of bytes. The kind is "weights",
+"rollouts" or "control"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,11 @@ class StepRecord:
     waited_s: float
     trained_s: float
     staleness: Mapping[int, float]
-    """Number of tokens trained in the step, by staleness."""
+    """For each staleness, the number of tokens on which the step trained."""
     publish_period: int
     broadcast_s: float | None
-    """Seconds that the newest complete broadcast took to reach every worker; None before the first.
-    """
+    """Seconds that the newest complete broadcast took to reach every worker; None before the first
+    broadcast."""
 
     @property
     def tokens(self) -> float:
@@ -45,13 +45,13 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BillRecord:
-    """The run's costs at the end of a step, as the learner counts them."""
+    """What the run costs at the end of a step, according to the learner."""
 
     time_s: float
     per_h: float
     """$ per hour for all machines and for recent traffic."""
     standby_per_h: float
-    """The part of `per_h` for workers on standby."""
+    """The part of `per_h` that workers on standby cost."""
     total: float
     """$ spent since the start of the run."""
     num_active: int
@@ -60,7 +60,7 @@ class BillRecord:
 
 @dataclass(slots=True, eq=False)
 class Rental:
-    """The period during which one machine was paid for."""
+    """A period for which one machine was paid."""
 
     name: str
     offer: Offer
@@ -70,31 +70,33 @@ class Rental:
 
 @dataclass(slots=True)
 class History:
-    """The events of a simulated run, in order."""
+    """What happened in a simulated run, in order."""
 
     steps: list[StepRecord] = field(default_factory=list)
     broadcasts: list[float] = field(default_factory=list)
     """Seconds that each broadcast took to reach every worker."""
     lost_tokens: dict[str, float] = field(default_factory=dict)
-    """Number of tokens of groups that reached the learner but were not trained on, by reason."""
+    """For each reason, the number of tokens in groups that reached the learner but were not trained
+    on."""
     num_lost: dict[str, int] = field(default_factory=dict)
-    """Number of groups that reached the learner but were not trained on, by reason."""
+    """For each reason, the number of groups that reached the learner but were not trained on."""
     traffic_at_steps: list[Traffic] = field(default_factory=list)
     rentals: list[Rental] = field(default_factory=list)
     bills: list[BillRecord] = field(default_factory=list)
     """One bill for each step, if activation is on."""
     decisions: list[tuple[float, ActivationDecision]] = field(default_factory=list)
-    """(instant, decision) for each change of the active workers."""
+    """For each change of the active workers: (instant, decision)."""
     explained: list[tuple[int, Mapping[str, str]]] = field(default_factory=list)
-    """Explanations of waits or of idle workers: (step, explanation), as in metrics.jsonl."""
+    """Explanations of why the learner or workers waited: (step, explanation), as in
+    metrics.jsonl."""
     num_deaths: int = 0
-    """Number of worker deaths."""
+    """Number of times that a worker died."""
     end: str = ""
     """The reason why the run ended before its last step; "" if all steps were made."""
     traffic: Traffic = field(default_factory=dict)
-    """Number of transported bytes, which the network updates."""
+    """Number of bytes that the network has transported. The network updates it."""
     tokens_made: float = 0.0
-    """Number of tokens that all engines sampled, including tokens that were not trained on."""
+    """Number of tokens that all engines sampled. Tokens that were not trained on count, too."""
     tokens_in_flight: float = 0.0
     """Number of sampled tokens that could still have been trained on when the run ended."""
     ended_at: float = 0.0
@@ -103,7 +105,7 @@ class History:
     """The counters of the learner's role."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Add the record of a step, and store the traffic up to this step."""
+        """Add the record of a step to the history. Also store the traffic up to this step."""
         self.steps.append(record)
         self.traffic_at_steps.append(dict(self.traffic))
 
@@ -129,13 +131,13 @@ class History:
                 self.decisions.append((record.at, made))
 
     def lost(self, reason: str, tokens: float) -> None:
-        """Count a group that reached the learner but was not trained on."""
+        """Count a group that has reached the learner but will not be trained on."""
         self.lost_tokens[reason] = self.lost_tokens.get(reason, 0.0) + tokens
         self.num_lost[reason] = self.num_lost.get(reason, 0) + 1
 
 
 def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
-    """Return the rent in $ for a machine until an instant.
+    """Return how much rent a machine costs until an instant, in $.
 
     `prices` has the changes of the offers' prices.
     """
@@ -152,7 +154,7 @@ def rent(rental: Rental, prices: Sequence[PriceRow], until_s: float) -> float:
 
 
 def traffic_cost(scenario: Scenario, traffic: Traffic) -> float:
-    """Return the $ for all traffic of the learner and of nodes.
+    """Return what all traffic of the learner and of the nodes costs, in $.
 
     The learner pays for sent bytes, and nodes pay for sent and received bytes. The price of a
     region's traffic is the mean price of the region's offers.
@@ -184,7 +186,7 @@ leave out the run-in."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The figures of a simulated run."""
+    """The figures that summarise a simulated run."""
 
     name: str
     seed: int
@@ -199,23 +201,25 @@ class Summary:
     idle_share_in_all: float
     """Share of the whole time in which the learner waits, 0..1."""
     staleness: Mapping[int, float]
-    """Share of the tokens trained after the run-in (see RUN_IN), by staleness."""
+    """For each staleness, its share of the tokens that were trained on after the run-in (see
+    RUN_IN)."""
     tokens_trained: float
     tokens_made: float
     thrown_away: float
-    """Share of the sampled tokens that were never trained on. Tokens of groups without a signal do
-    not count."""
+    """Share of the sampled tokens that were never trained on. Tokens of groups without a training
+    signal do not count."""
     discarded: Mapping[str, int]
-    """Number of groups that reached the learner but were not trained on, by reason."""
+    """For each reason, the number of groups that reached the learner but were not trained on."""
     broadcast_s: float
-    """Median seconds from a publication until every worker holds the version; 0 without a
+    """Seconds from a publication until every worker holds the version: the median; 0 without a
     measurement."""
     publish_period: float
-    """Mean publish period over the steps, in steps."""
+    """Mean number of steps between publications."""
     gigabytes: Mapping[str, float]
-    """Traffic in units of 10^9 bytes, by kind and route, such as "weights learner > oregon"."""
+    """Traffic in units of 10^9 bytes. Each key has the kind and the route, such as "weights learner
+    > oregon"."""
     num_deaths: int
-    """Number of worker deaths."""
+    """Number of times that a worker died."""
     end: str
     """The reason why the run ended before its last step; "" if all steps were made."""
     decisions: Sequence[Mapping[str, object]]
@@ -223,8 +227,7 @@ class Summary:
     num_standby: int
     """Number of workers on standby at the end."""
     cost_as_counted: float | None
-    """$ spent, as counted by the learner. The budget limits this number. None without activation.
-    """
+    """$ spent according to the learner. The budget limits this number. None without activation."""
     cost: float
     """$ spent in total, for learner, relays, workers and traffic."""
     cost_of_learner: float
@@ -233,7 +236,7 @@ class Summary:
     cost_of_traffic: float
     cost_per_step: float
     cost_per_million_tokens: float
-    """$ per 10^6 trained tokens."""
+    """$ per 10^6 tokens that were trained on."""
 
     @property
     def mean_staleness(self) -> float:

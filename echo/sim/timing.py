@@ -1,9 +1,10 @@
-"""Replaces the engine, the trainer and the disk in a simulation by models of their time.
+"""Models the time that the engine, the trainer and the disk take.
 
-An engine samples `tokens_per_s` completion tokens per second, which its groups share equally. A
-single sequence is at most `alone_speedup` times as fast as in a full engine. So a group takes at
-least the time of its longest completion at this speed. New weights are installed while groups run,
-and sample the later tokens. A paused engine samples no tokens.
+The models replace them in a simulation. An engine samples `tokens_per_s` completion tokens per
+second, which its groups share equally. A single sequence is at most `alone_speedup` times as fast
+as in a full engine. So a group takes at least the time of its longest completion at this speed. New
+weights are installed while groups run, and sample the later tokens. A paused engine samples no
+tokens.
 
 The learner's node is the real node (`runtime/learner/node.py`). Its trainer only takes time, its
 ledger is in memory, and it saves no checkpoints.
@@ -38,21 +39,21 @@ from echo.wire.messages import Lease
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A group in an engine."""
+    """A group that an engine is sampling."""
 
     lease: Lease
     length: GroupLength
     least_s: float
-    """Smallest number of seconds for the group: the time of its longest completion alone in the
-    engine."""
+    """The fewest seconds in which the group can be sampled. This is the time of its longest
+    completion if that is alone in the engine."""
     num_tokens: float = 0.0
-    """Number of tokens sampled for the group up to now."""
+    """Number of the group's tokens that have been sampled up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)
-    """For each version: (version, number of the group's tokens when the version was installed). The
-    oldest version is first."""
+    """For each version, oldest first: (version, number of the group's tokens when this version was
+    installed)."""
 
     def shares(self) -> list[tuple[PolicyVersion, float]]:
-        """Return (version, number of the group's tokens from this version) for each version."""
+        """Return (version, number of tokens) for each version that sampled tokens of the group."""
         ends = [start for _, start in self.segments[1:]] + [float(self.length.num_tokens)]
         return [
             (version, end - start)
@@ -62,12 +63,12 @@ class Running:
 
 
 class EngineModel:
-    """A model of a worker's engine: computes the times at which groups are complete."""
+    """A model of a worker's engine. It computes when each group will be complete."""
 
     def __init__(
         self, *, tokens_per_s: float, concurrency: int, group_size: int, alone_speedup: float
     ) -> None:
-        """Start without groups and weights.
+        """Start with an engine that has no groups and no weights.
 
         Args:
             tokens_per_s: completion tokens per second of a full engine.
@@ -95,14 +96,14 @@ class EngineModel:
         self.groups.append(running)
 
     def install(self, version: PolicyVersion, *, now: float) -> None:
-        """Sample all further tokens with another version."""
+        """Install a version, which samples all further tokens."""
         self.advance(now)
         self.version = version
         for group in self.groups:
             group.segments.append((version, group.num_tokens))
 
     def pause(self, is_paused: bool, *, now: float) -> None:
-        """Pause the engine if `is_paused`, otherwise resume it."""
+        """If `is_paused`, pause the engine. Otherwise resume it."""
         self.advance(now)
         self.is_paused = is_paused
 
@@ -114,7 +115,7 @@ class EngineModel:
         self.tokens_per_s = tokens_per_s
 
     def advance(self, now: float) -> None:
-        """Add the tokens that the engine has sampled from the last call until `now`."""
+        """Add the tokens that the engine has sampled between the last call and `now`."""
         elapsed_s, self._at = now - self._at, now
         if self.is_paused or elapsed_s <= 0:
             return
@@ -124,7 +125,7 @@ class EngineModel:
             self.tokens_made += made
 
     def stop(self, lease: Lease, *, now: float) -> float:
-        """Remove an incomplete group; return the number of its sampled tokens."""
+        """Remove an incomplete group. Return how many of its tokens were sampled."""
         self.advance(now)
         [stopped] = [group for group in self.groups if group.lease is lease]
         self.groups.remove(stopped)
@@ -140,7 +141,7 @@ class EngineModel:
 
     @property
     def next_at(self) -> float:
-        """Time at which the next group will be complete if nothing changes.
+        """Time at which the next group will be complete, if nothing changes before then.
 
         The time is infinite while the engine is paused or has no groups.
         """
@@ -159,30 +160,30 @@ class EngineModel:
 
 
 class TimedTrainer:
-    """Replaces the trainer; its steps only take time."""
+    """Takes the place of the trainer. Its steps take time and do nothing else."""
 
     def __init__(self, scenario: Scenario, groups: Groups) -> None:
         self._scenario = scenario
         self._groups = groups
         self.step_count = 0
         self.staleness: dict[int, float] = {}
-        """Number of tokens trained on in the last step, by staleness."""
+        """For each staleness, the number of tokens on which the last step trained."""
         self.stepped_at = 0.0
         self.mean_length = 0.0
-        """Mean number of tokens of the completions of the last step."""
+        """Mean number of tokens in a completion of the last step."""
 
     def step_s(self) -> float:
-        """Return the seconds of the next step, drawn with the scenario's spread."""
+        """Return how many seconds the next step takes, drawn with the scenario's spread."""
         scenario, number = self._scenario, self.step_count
         chance = random.Random(f"{scenario.settings.seed}/step/{number}")
         return scenario.job.train_s * max(0.1, chance.gauss(1.0, scenario.settings.train_spread))
 
     def refusal(self, group: Group) -> str | None:
-        """Return "zero_variance" for a group without a signal, otherwise None."""
+        """If a group has no training signal, return "zero_variance". Otherwise return None."""
         return None if self._groups.length(group.group_id).is_useful else "zero_variance"
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Count a step; store the staleness and the lengths of the step's groups."""
+        """Count a step. Store how stale its groups are and how long their completions are."""
         self.staleness = {}
         for group in groups:
             for version, tokens in self._groups.shares(group):
@@ -199,17 +200,17 @@ class TimedTrainer:
         return {}
 
     def tensors(self) -> dict[str, Any]:
-        """Return no tensors: the bytes of a simulated version are noise."""
+        """Return no tensors, because the bytes of a simulated version are noise."""
         return {}
 
     snapshot = tensors
 
     def save_state(self, directory: Path) -> None:
-        """Save nothing: the trainer has no state."""
+        """Save nothing, because the trainer has no state."""
 
 
 class TimedProgress(Progress):
-    """The learner's progress, with the simulated mean length of completions."""
+    """The learner's progress. The mean length of completions comes from the simulation."""
 
     def __init__(self, trainer: TimedTrainer, *, now: float) -> None:
         super().__init__(staleness_tokens={}, now=now)
@@ -224,7 +225,10 @@ class TimedProgress(Progress):
         bytes_sent: int,
         now: float,
     ) -> dict[str, float | Mapping[str, float]]:
-        """Return a step's row of metrics, including the mean length, which activation reads."""
+        """Return the row of metrics of a step.
+
+        It includes the mean length, which activation reads.
+        """
         row = super().step_metrics(metrics, staleness, step=step, bytes_sent=bytes_sent, now=now)
         row["completions/mean_length"] = self._trainer.mean_length
         return row
@@ -237,17 +241,17 @@ RUN_DIR = Path("simulation")
 
 
 class MemoryLedger(LedgerQueue):
-    """Replaces the ledger; keeps only the ids of groups that wait for training."""
+    """Takes the place of the ledger. It keeps only the ids of groups that wait for training."""
 
     def __init__(self, groups: Groups, history: History) -> None:
         super().__init__(RUN_DIR, spool_bytes=float("inf"))
         self._groups = groups
         self._history = history
         self.waiting: set[int] = set()
-        """Ids of accepted groups that were not yet trained or discarded."""
+        """Ids of accepted groups that have been neither trained on nor discarded."""
 
     def now(self) -> float:
-        """Return the time for records: the virtual seconds since the start."""
+        """Return the time that records get: the virtual seconds since the start."""
         return asyncio.get_running_loop().time()
 
     def records(self) -> Iterator[AnyRecord]:
@@ -299,7 +303,7 @@ class MemoryLedger(LedgerQueue):
 
 
 class NoCheckpoints(Checkpoints):
-    """Replaces the learner's checkpoints; no checkpoint is ever due or written."""
+    """Takes the place of the learner's checkpoints. No checkpoint is ever due or written."""
 
     def __init__(self, *, now: float) -> None:
         super().__init__(
@@ -318,7 +322,7 @@ class NoCheckpoints(Checkpoints):
     def save(
         self, save_state: Callable[[Path], None], *, lineage: int, step: int, now: float
     ) -> int:
-        """Write nothing; return `step`, as if this checkpoint were the only one."""
+        """Write nothing. Return `step`, as if this were the only checkpoint."""
         self.saved_step = step
         return step
 
@@ -328,7 +332,7 @@ SYNC_S = 0.01
 
 
 class LearnerThreads(InlineThreads):
-    """Replaces the learner's threads: some calls take simulated time.
+    """Takes the place of the learner's threads. Some calls take simulated time.
 
     Only calls that make a step, make a version or sync the ledger take time.
     """
@@ -339,7 +343,7 @@ class LearnerThreads(InlineThreads):
         self._trainer = trainer
 
     def takes(self, pool: str, function: Callable[..., Any]) -> float:
-        """Return the simulated seconds of a call of `function` in this pool."""
+        """Return how many simulated seconds a call of `function` takes in this pool."""
         what = getattr(function, "__func__", None)
         if what is TimedTrainer.step:
             return self._trainer.step_s()

@@ -38,7 +38,10 @@ from echo.sim.network import LinkEnd, Network, Port
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dial:
-    """A dialled peer: its present attempt or connection, and the pause before the next attempt."""
+    """A peer that was dialled.
+
+    It has an attempt or a connection, and a pause before the next attempt.
+    """
 
     end: LinkEnd
     pause_s: float
@@ -59,9 +62,9 @@ class SimTransport(Transport):
         self._ids = itertools.count(1)
         self._dials: dict[PeerId, _Dial] = {}
         self._ends: dict[PeerId, LinkEnd] = {}
-        """This process's end of the established connection to each peer."""
+        """For each peer, this process's end of the established connection."""
         self._inbox: deque[tuple[TransportEvent, LinkEnd, int]] = deque()
-        """Events that were not yet received: (event, end, number of the event's unread bytes)."""
+        """Events that the process has not received yet: (event, end, number of unread bytes)."""
         self._stats = TransportStats()
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
@@ -78,7 +81,7 @@ class SimTransport(Transport):
         self._network.listen(self)
 
     def dial(self, address: str, *, has_bulk: bool = False) -> PeerId:
-        """Start to connect to `address`; return the peer id.
+        """Start to connect to `address`. Return the peer id of the new connection.
 
         The connection has no encryption, and no bulk connection is opened.
         """
@@ -90,7 +93,7 @@ class SimTransport(Transport):
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
-        """End the link to a peer; later messages of an inbound peer are discarded."""
+        """End the link to a peer. If the peer has dialled, later messages from it are discarded."""
         self._ends.pop(peer, None)
         dial = self._dials.pop(peer, None)
         if dial is not None:
@@ -109,7 +112,7 @@ class SimTransport(Transport):
         *,
         is_public: bool = False,
     ) -> bool:
-        """Send a message to a peer; return False if the message cannot be sent.
+        """Send a message to a peer. Return False if the message cannot be sent.
 
         A message cannot be sent if the peer is not connected or has `max_unsent_bytes` unread.
         """
@@ -129,7 +132,7 @@ class SimTransport(Transport):
         return True
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait until there are events; return all events."""
+        """Wait until there is at least one event. Return all events that are there."""
         if self._inbox:
             await asyncio.sleep(0)  # a busy transport must not starve other tasks
         while True:
@@ -140,11 +143,11 @@ class SimTransport(Transport):
             await self._waiter
 
     async def close(self) -> None:
-        """Close all connections; messages that were already sent still arrive for `linger_s`."""
+        """Close all connections. Messages that were sent before still arrive for `linger_s`."""
         self._end(linger_s=self.options.linger_s)
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End all connections, as if the process had been killed.
+        """End all connections in the same way as if the process had been killed.
 
         If `is_silent`, the machine is also lost, and peers are not notified.
         """
@@ -162,19 +165,19 @@ class SimTransport(Transport):
         self._put(Connected(end.peer, end.address), end)
 
     def on_refused(self, end: LinkEnd, reason: str) -> None:
-        """Report that an attempt to dial has failed; schedule another attempt."""
+        """Report that an attempt to dial has failed. Schedule the next attempt."""
         if end.peer in self._dials:
             self._put(DialFailed(end.peer, reason, is_refused=False), end)
         self._redial(end.peer)
 
     def on_disconnected(self, end: LinkEnd, reason: str) -> None:
-        """Report that a connection has ended; if this side dialled it, dial again later."""
+        """Report that a connection has ended. If this side had dialled it, dial again later."""
         if self._ends.pop(end.peer, None) is not None:
             self._put(Disconnected(end.peer, reason), end)
         self._redial(end.peer)
 
     def on_message(self, end: LinkEnd, frames: list[Frame]) -> None:
-        """Queue an arrived message for `receive`.
+        """Queue a message that has arrived. `receive` will return it.
 
         The first message of an inbound connection also reports the connection.
         """

@@ -1,4 +1,4 @@
-"""Makes simulated versions of the weights: noise of the right size.
+"""Makes simulated versions of the weights. Their bytes are noise, but their size is right.
 
 One byte of an image represents `scale` bytes of a sent version. A version is always sent as one
 whole image with a given number of chunks. A real run might send a delta instead.
@@ -21,10 +21,10 @@ CHUNK_BYTES = 1 << 10
 
 
 class Versions:
-    """Replaces the learner's publisher: makes the versions of a simulated run."""
+    """Takes the place of the learner's publisher. It makes the versions of a simulated run."""
 
     def __init__(self, *, identity: Identity, num_chunks: int, version_bytes: float) -> None:
-        """Compute the image size and the scale.
+        """Compute the size of an image, and the scale between real and simulated bytes.
 
         Args:
             identity: the learner's identity, which signs versions.
@@ -35,7 +35,7 @@ class Versions:
         self.num_bytes = num_chunks * CHUNK_BYTES
         """Number of bytes of an image."""
         self.scale = version_bytes / self.num_bytes
-        """Number of real bytes per byte of an image."""
+        """How many real bytes each byte of an image represents."""
 
     # --- as publisher and coder of a learner -------------------------------------------------
 
@@ -48,7 +48,7 @@ class Versions:
         return True
 
     def make(self, weights: Any, version: PolicyVersion) -> Publication:
-        """Return a publication of `version`; the image is noise that depends only on `version`."""
+        """Return a publication of `version`. Its image is noise that depends only on `version`."""
         image = bytearray(random.Random(f"{version}").randbytes(self.num_bytes))
         manifest = Manifest(
             run_id=self._identity.run_id,

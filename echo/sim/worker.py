@@ -1,4 +1,4 @@
-"""Simulates a worker: the real role, with a simulated engine."""
+"""Simulates a worker: its role is real, and its engine is simulated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger("echo.sim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """The times of a worker's work, except sampling."""
+    """How long a worker's kinds of work take, except sampling."""
 
     setup_s: float
     """Seconds until the task and the engine are built."""
@@ -43,7 +43,7 @@ class WorkerTimes:
 
 
 class SimWorker(DialingNode):
-    """A worker's process: a real role, whose actions only take simulated time."""
+    """The process of a worker. Its role is real, but its actions only take simulated time."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SimWorker(DialingNode):
     # --- calls of the shell ----------------------------------------------------------------------
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Execute actions of the role.
+        """Execute actions that the role has returned.
 
         If `is_pausing`, the engine pauses while the worker fetches or installs new weights.
         """
@@ -83,7 +83,7 @@ class SimWorker(DialingNode):
             self._pause()
 
     def on_action(self, action: Action) -> None:
-        """Execute an action of the role in simulated time."""
+        """Execute one action of the role, in simulated time."""
         call_later = asyncio.get_running_loop().call_later
         match action:
             case Configure():
@@ -106,19 +106,22 @@ class SimWorker(DialingNode):
                 raise LocalProtocolError(f"a worker cannot {type(action).__name__}")
 
     def _rewards(self, score: Score) -> list[float]:
-        """Return the rewards of a group; without a signal all rewards are equal."""
+        """Return the rewards of a group.
+
+        If the group has no training signal, all rewards are equal.
+        """
         is_useful = self._groups.length(score.group.lease.group_id).is_useful
         return [float(is_useful), *[0.0] * (self._facts.group_size - 1)]
 
     def before_expire(self) -> None:
-        """Update the progress of the running groups for the next heartbeat."""
+        """Bring the progress of the running groups up to date for the next heartbeat."""
         self.engine.advance(self.now)
         for running in self.engine.groups:
             for group in self._calls[key_of(running.lease)].groups:
                 group.num_progress = int(running.num_tokens)
 
     def release(self) -> None:
-        """End this process; the groups in its engine are lost."""
+        """End this process. The groups in its engine are lost."""
         super().release()
         self.engine.advance(self.now)
         self._on_end(self)
@@ -147,7 +150,7 @@ class SimWorker(DialingNode):
     # --- sampling --------------------------------------------------------------------------------
 
     def tokens_in_flight(self, received: Collection[int]) -> float:
-        """Return the number of this worker's tokens that may still be trained on.
+        """Return how many of this worker's tokens may still be trained on.
 
         Groups in `received` are not counted, because they have reached the learner.
         """
@@ -157,7 +160,10 @@ class SimWorker(DialingNode):
         return running + sum(self._groups.waiting(group_id) for group_id in sorted(ids))
 
     def set_rate(self, tokens_per_s: float) -> None:
-        """Set the engine's completion tokens per second, for example to make a straggler."""
+        """Set how many completion tokens the engine samples per second.
+
+        A low rate makes a straggler.
+        """
         self.engine.set_rate(tokens_per_s, now=self.now)
         self._await_next()
 
@@ -169,7 +175,7 @@ class SimWorker(DialingNode):
         self._await_next()
 
     def _give_back(self, call: EngineCall) -> None:
-        """Stop an engine call; drop its sampled tokens.
+        """Stop an engine call, and drop the tokens that it has sampled.
 
         Another worker then samples the call's groups from the start.
         """
@@ -206,7 +212,10 @@ class SimWorker(DialingNode):
 
 
 def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout with one token for each version, instead of all the version's tokens."""
+    """Return a rollout that has one token for each version.
+
+    A real rollout would have all tokens.
+    """
     count = len(versions)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
