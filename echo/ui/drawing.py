@@ -1,4 +1,4 @@
-"""Draws texts and curves of an exact size, in terminal cells.
+"""Draws texts and curves whose size in terminal cells is exact.
 
 The functions are pure and convert numbers to rows of rich `Text`. Curves consist of braille
 characters. Values that are not finite are left out, so a diverged run can still be drawn.
@@ -21,9 +21,9 @@ Point = tuple[float, float]
 
 _BRAILLE_BASE = 0x2800
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bit of each dot in a braille character, [row from the top][column]."""
+"""The bit that stands for each dot in a braille character, [row from the top][column]."""
 _LARGEST = 1e100
-"""Largest drawn absolute value. The limit keeps sums and differences finite."""
+"""Largest absolute value that is drawn. The limit keeps sums and differences finite."""
 _ASCII = {"│": "|", "●": "o", "◆": "x", "◂": "<", "·": "-", "…": "~"}
 _ASCII |= dict.fromkeys("█▉▊▋▌▍▎▏", "#") | {chr(_BRAILLE_BASE + i): "*" for i in range(1, 256)}
 """ASCII replacements of the same width for all characters that this package and rich's bars draw.
@@ -40,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Points that are drawn over the curves, each as one character."""
+    """Points that are drawn over the curves. Each point is one character."""
 
     points: Sequence[Point]
     style: str
@@ -48,7 +48,7 @@ class Marks:
 
 
 def clean(text: str) -> str:
-    """Return text on one line, with spaces for unprintable characters.
+    """Return text on one line. Spaces replace its unprintable characters.
 
     Names and notices come from remote nodes, and may contain escape sequences, which must not reach
     the terminal.
@@ -57,7 +57,7 @@ def clean(text: str) -> str:
 
 
 def to_ascii(text: str) -> str:
-    """Convert text to ASCII text with the same number of terminal cells.
+    """Convert text to ASCII. The result fills the same number of terminal cells.
 
     Question marks replace characters without an ASCII equivalent.
     """
@@ -86,7 +86,7 @@ def fit(text: Text, width: int) -> Text:
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper end of the vertical axis for these values.
+    """Return both ends of a vertical axis on which these values are drawn.
 
     If all values are between 0 and 1, as for rates, the ends are multiples of 0.1. Otherwise there
     is a margin of 5 %.
@@ -151,7 +151,7 @@ def line_chart(
 
 
 def _place(value: float, bounds: tuple[float, float]) -> float:
-    """Return a value's position between two bounds, clipped to the range from 0 to 1."""
+    """Return where a value lies between two bounds, as a number from 0 to 1."""
     low, high = bounds
     return min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 0.0
 
@@ -159,7 +159,7 @@ def _place(value: float, bounds: tuple[float, float]) -> float:
 def _resample(
     points: Sequence[Point], columns: int, left: float, right: float
 ) -> list[float | None]:
-    """Return one value per column, from the points between `left` and `right`.
+    """Return one value for each column, computed from the points between `left` and `right`.
 
     If a column has points, the value is their mean. Otherwise the value is interpolated from the
     nearest columns with points. Before the first point and after the last point, the value is None.

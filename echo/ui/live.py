@@ -41,10 +41,10 @@ _MAX_WAIT_INTERVAL_S = 300.0
 
 
 class PlainLog:
-    """Writes log lines on notices, steps and waits of the learner to a console."""
+    """Writes log lines to a console: notices, steps and the learner's waits."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Write to `console`; `now` returns the time in seconds."""
+        """Write log lines to `console`. `now` returns the present time in seconds."""
         self._console = console
         self._now = now
         self._step_shown = -1
@@ -54,14 +54,14 @@ class PlainLog:
         self._wait_interval_s = 2 * _STEP_LINE_S
         self._notices: Sequence[str] = ()
         self._hour: RunStatus | None = None
-        """The status at the start of the present hour."""
+        """The status that the run had at the start of the present hour."""
 
     def paint(self, snapshot: RunStatus) -> None:
-        """Write lines on the changes in a snapshot."""
+        """Write lines about what has changed since the last snapshot."""
         self._write(self.lines_for(snapshot))
 
     def finish(self, snapshot: RunStatus) -> None:
-        """Write lines on the changes in the last snapshot.
+        """Write lines about what has changed in the last snapshot of the run.
 
         The last step always gets a line.
         """
@@ -145,7 +145,10 @@ class PlainLog:
         return parts
 
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
-        """Return the notices that the last snapshot did not have, at most the newest five."""
+        """Return the notices that the last snapshot did not have.
+
+        Return at most the newest five.
+        """
         known, self._notices = list(self._notices), notices
         # The two windows overlap. The known lines are the longest end of the old window that begins
         # the new one.
@@ -172,7 +175,7 @@ class PlainLog:
 
 
 def describe_progress(before: RunStatus, after: RunStatus) -> str:
-    """Return a line on the steps, tokens, rewards and costs between two statuses."""
+    """Return a line that describes the steps, tokens, rewards and costs between two statuses."""
     num_steps = after.step - before.step
     num_tokens = sum(after.staleness_tokens.values()) - sum(before.staleness_tokens.values())
     parts = [f"{num_steps} steps", f"{short_count(num_tokens)} tokens trained"]
@@ -193,19 +196,23 @@ def describe_progress(before: RunStatus, after: RunStatus) -> str:
 
 
 REDRAW_S = 0.25
-"""Smallest number of seconds between two drawings of the screen."""
+"""The screen is drawn at most once in this many seconds."""
 _CLOSE_TIMEOUT_S = 2.0
-"""Largest number of seconds by which a blocked terminal may delay the run's end."""
+"""A blocked terminal may delay the end of the run by at most this many seconds."""
 
 OUTPUT_ERRORS = (OSError, ValueError, ConsoleError, LiveError, SystemExit)
-"""Exceptions of terminals that are lost (EIO), blocked or closed, or have another encoding.
+"""Exceptions that a terminal raises if it is lost (EIO), blocked or closed, or if its encoding
+lacks a character.
 
 rich reports a pipe without a reader as SystemExit.
 """
 
 
 class _Frame:
-    """A snapshot whose layout is computed while drawing, for the terminal's present size."""
+    """A snapshot.
+
+    Its layout is computed while it is drawn, so that it fits the terminal's present size.
+    """
 
     def __init__(self, snapshot: RunStatus) -> None:
         self._snapshot = snapshot
@@ -218,7 +225,7 @@ class _Frame:
 
 
 class _ScreenPainter:
-    """Draws snapshots on the terminal's alternate screen, where a resize leaves no traces."""
+    """Draws snapshots on the terminal's alternate screen. There a resize leaves no traces."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -253,7 +260,7 @@ class LiveView:
     """
 
     def __init__(self, console: Console, *, mode: Literal["auto", "on", "off"] = "auto") -> None:
-        """Start the drawing thread, which waits for the first `update`.
+        """Start the thread that draws. It waits for the first `update`.
 
         Args:
             console: the console to draw on.
@@ -263,7 +270,7 @@ class LiveView:
         can_draw = console.is_terminal and not console.is_dumb_terminal
         is_drawn = mode == "on" or (mode == "auto" and can_draw)
         self.failure: str | None = None
-        """The reason why the view has stopped drawing; None while it works."""
+        """The reason why the view has stopped drawing; None while the view works."""
         self._painter = _ScreenPainter(console) if is_drawn else PlainLog(console)
         self._newest: RunStatus | None = None
         self._has_news = threading.Event()
@@ -272,7 +279,7 @@ class LiveView:
         self._thread.start()
 
     def update(self, snapshot: RunStatus) -> None:
-        """Set the next snapshot to draw; return at once."""
+        """Set the snapshot that is drawn next, and return at once."""
         self._newest = snapshot
         self._has_news.set()
 
@@ -306,7 +313,7 @@ class LiveView:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Suppress an output error; record the error in `failure`."""
+        """Suppress an output error, and record it in `failure`."""
         try:
             yield
         except OUTPUT_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Plots fleet costs and simulated runs, and provides the style of all plots."""
+"""Plots the costs of fleets and simulated runs. Defines the style of all plots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAINT = "#bbbbbb"
 
 
 def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: str) -> Figure:
-    """Return an empty matplotlib figure of this size in inches.
+    """Return an empty figure of matplotlib. `size` is its width and height in inches.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -40,14 +40,14 @@ def new_figure(size: tuple[float, float], *, dpi: int, extra: str, wanted_by: st
 
 
 def tidy(axes: Axes, *, lines: Literal["both", "y"] = "both") -> None:
-    """Remove the top and right edges of the axes; add a faint grid."""
+    """Remove the top edge and the right edge of the axes, and add a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=lines, color=FAINT, alpha=0.4, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
 def save_figure(figure: Figure, out_png: Path) -> Path:
-    """Write a figure as a PNG file; return the file's path.
+    """Write a figure to a PNG file, and return the path of the file.
 
     Raises:
         StorageError: if the file cannot be written.
@@ -61,7 +61,7 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
 
 
 _SMOOTHED_STEPS = 5
-"""Number of steps in the running mean of the reward.
+"""Number of steps over which the running mean of the reward is taken.
 
 The running mean has less than half the noise of one batch.
 """
@@ -82,7 +82,7 @@ _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
 def cost_plot(
     front: Mapping[str, Forecast], chosen: Forecast, out_png: Path, *, title: str
 ) -> Path:
-    """Plot the cost of fleets against the learner's idle share; return the file's path.
+    """Plot what fleets cost against the learner's idle share. Return the file's path.
 
     The two panels show the cost per hour and the cost per token. Both panels show the Pareto front
     `front` and mark the `chosen` plan.
@@ -129,7 +129,7 @@ def _draw(axes: Axes, fleets: Sequence[Forecast], costs: Sequence[float], label:
 _BUSY, _IDLE = "#4c72b0", "#dd8452"
 _KINDS = {"weights": "#4c72b0", "rollouts": "#55a868", "control": "#bbbbbb"}
 MAX_LINKS = 12
-"""Largest number of drawn links. Links with more bytes come first."""
+"""Largest number of links that are drawn. Links with more bytes come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +141,13 @@ class StepPoint:
     ends_s: float
     waited_s: float
     staleness: Mapping[int, float]
-    """Number of trained tokens by staleness."""
+    """For each staleness, the number of tokens that the step trained on."""
     cost: float
     """$ spent from the start of the run to the end of the step."""
     cost_per_h: float
     """$ per hour for machines and traffic during the step."""
     standby_per_h: float
-    """The part of `cost_per_h` for workers on standby."""
+    """The part of `cost_per_h` that workers on standby cost."""
 
 
 def simulation_plot(
@@ -158,7 +158,7 @@ def simulation_plot(
     title: str,
     waits: str,
 ) -> Path:
-    """Plot a simulated run to a PNG file; return the file's path.
+    """Plot a simulated run to a PNG file. Return the path of the file.
 
     The panels show costs, the learner's times, staleness and traffic.
 
@@ -242,7 +242,7 @@ def sweep_plot(
     key: str,
     title: str,
 ) -> Path:
-    """Plot the figures of a sweep to a PNG file; return the file's path.
+    """Plot the figures of a sweep to a PNG file. Return the path of the file.
 
     Each figure of the sweep has a panel with a point for each value and seed, and with the means
     over the seeds.

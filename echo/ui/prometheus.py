@@ -26,14 +26,16 @@ LABELS = (
     (re.compile(r"(?P<rest>groups/dropped|dropped)/(?P<label>.+)"), "", "reason"),
     (re.compile(r"(?P<rest>count/alerts)/(?P<label>.+)"), "", "kind"),
 )  # fmt: skip
-"""Rules for metrics with labels: (pattern of the metric's name, prefix of the gauge's name, label).
-"""
+"""Rules for metrics with labels: (pattern that the metric's name matches, prefix of the gauge's
+name, label)."""
 PARTS = "reward/parts"
-"""The gauge of every `reward/NAME/mean`. The name must differ from the gauge of `reward/mean`."""
+"""The gauge that has the values of all `reward/NAME/mean`. Its name must differ from the gauge of
+`reward/mean`."""
 TABLES = (
     ("workers/", "worker"), ("links/", "link"), ("cost/", "node"), ("staleness/", "staleness"),
 )  # fmt: skip
-"""Labels of tables: (prefix of the table's name, label of the entries)."""
+"""Labels for metrics that are tables: (prefix of the table's name, label that tells its entries
+apart)."""
 
 
 def prometheus_client() -> Any:
@@ -46,7 +48,7 @@ def prometheus_client() -> Any:
 
 
 def gauge_of(metric: str) -> tuple[str, dict[str, str]]:
-    """Return the name of a metric's gauge, and the label from the metric's name."""
+    """Return the name of the gauge for a metric, and the label that the metric's name contains."""
     labels: dict[str, str] = {}
     for pattern, prefix, label in LABELS:
         if (match := pattern.fullmatch(metric)) is not None:
@@ -57,7 +59,7 @@ def gauge_of(metric: str) -> tuple[str, dict[str, str]]:
 
 
 def label_of_table(metric: str) -> str:
-    """Return the name of the label for the entries of a table."""
+    """Return the name of the label that tells the entries of a table apart."""
     return next((label for start, label in TABLES if metric.startswith(start)), "name")
 
 
@@ -65,7 +67,7 @@ class PrometheusEndpoint:
     """Serves the newest value of each metric at /metrics."""
 
     def __init__(self, address: str, *, run_name: str) -> None:
-        """Listen at an address "tcp://host:port".
+        """Listen at an address of the form "tcp://host:port".
 
         Raises:
             ConfigError: if the library is not installed, or the address cannot be used.
@@ -91,7 +93,7 @@ class PrometheusEndpoint:
         self.port: int = self._server.server_port
 
     def write(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
-        """Store the values of the metrics in a row; keep all other values."""
+        """Store the values that a row has. Metrics that the row lacks keep their values."""
         self._values = {**self._values, **metrics, "step": step, "time": at}
 
     def collect(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Renders rollouts as text for a terminal.
+"""Turns rollouts into text for a terminal.
 
 A model's text may contain escape sequences. Printable characters and line breaks are printed
 unchanged. Python's escapes replace all other characters.
@@ -15,16 +15,16 @@ from echo.core.rollout import PolicyVersion
 from echo.core.units import one_line
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
-"""Styles of a completion's parts. Each version gets the next style. With a single version, no style
-is used."""
+"""Styles of the parts of a completion. Each version gets the next style. If there is only one
+version, no style is used."""
 
 MAX_QUOTED = 40
-"""Number of characters to quote from the text that a chain continues."""
+"""Number of characters that are quoted from the text that a chain continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Consecutive tokens of a completion from one version or from the task."""
+    """Consecutive tokens of a completion. They all come from one version, or all from the task."""
 
     text: str
     num_tokens: int
@@ -33,17 +33,18 @@ class Part:
     """Whether the policy sampled the tokens. Other tokens, such as answers of tools, are not
     trained on."""
     follows: str | None = None
-    """If the part begins a branch, the text before the part in its chain. Otherwise None."""
+    """If the part begins a branch, the text that comes before the part in its chain. Otherwise
+    None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRollout:
-    """A rollout with its texts and the ledger's facts about its group, for display."""
+    """A rollout to show: its texts, and what the ledger says about its group."""
 
     group: int
     attempt: int
     index: int
-    """Number of the rollout in its group."""
+    """Position of the rollout in its group."""
     worker: str
     end: str
     """How the group ended, for example "trained in step 7"."""
@@ -51,7 +52,7 @@ class ShownRollout:
     """The optimizer step that trained on the rollout; None if the rollout was not trained on."""
     reward: float
     group_mean: float
-    """Mean reward of the rollout's group."""
+    """Mean reward of the group to which the rollout belongs."""
     finish_reason: str
     staleness: tuple[int, int] | None
     """The smallest and the largest staleness of the rollout's trainable tokens, in steps. None if
@@ -60,9 +61,9 @@ class ShownRollout:
     parts: Sequence[Part]
     """The parts of the completion."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward, by name; empty if the reward has no parts."""
+    """The parts of the reward, under their names; empty if the reward has no parts."""
     branches: Sequence[Sequence[int]] = ()
-    """The branches between the chains of an agent's rollout (core/chains.py)."""
+    """The branches that connect the chains of an agent's rollout (core/chains.py)."""
     num_chains: int = 1
 
     @property
@@ -72,7 +73,7 @@ class ShownRollout:
 
 
 def render(rollout: ShownRollout, *, has_prompt: bool = True) -> Text:
-    """Return a rollout as text: a header line, the prompt if `has_prompt`, and the completion."""
+    """Return a rollout as text: a header line, the prompt (if `has_prompt`), and the completion."""
     text = Text.assemble(
         (f"group {rollout.group}.{rollout.index}", "bold"),
         f"  {rollout.end}  reward ",
@@ -104,7 +105,10 @@ def _parts_text(parts: Mapping[str, float]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the end of a model's text on one line, or "nothing"."""
+    """Return the end of a text from the model on one line.
+
+    If there is no text, return "nothing".
+    """
     if not text:
         return "nothing"
     line = one_line(text.replace("\n", " "))

@@ -35,10 +35,10 @@ from echo.core.units import format_bytes, format_duration
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
 _MIN_SIDE_BY_SIDE = 56
-"""Smallest width, in cells, for a curve and a histogram side by side."""
+"""Smallest width, in cells, in which a curve and a histogram fit side by side."""
 _MAX_CHART_ROWS = 14
 _LEAST_BAR = 8
-"""Smallest width, in cells, of the progress bar of a version."""
+"""Smallest width, in cells, that the progress bar of a version has."""
 _MAX_NOTICES = 6
 
 _LABEL_WIDTH = 9
@@ -55,15 +55,15 @@ _DISPENSABLE_COLUMNS = (
     "seen", "$/h", "rtt", "parent", "errors", "up/s", "leases", "role", "reward", "down/s",
     "mismatch", "tok/s", "stale",
 )  # fmt: skip
-"""Columns to leave out, in this order, until the other columns fit."""
+"""Columns that are left out, in this order, until the remaining columns fit."""
 _OPTIONAL_COLUMNS = frozenset({"mismatch", "reward", "rtt", "errors", "$/h"})
-"""Columns to leave out while no node has a value for them."""
+"""Columns that are left out as long as no node has a value for them."""
 _MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
-"""Widths to which cells of these columns are cut if the space is too small."""
+"""If the space is too small, cells of these columns are cut to these widths."""
 
 
 def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
-    """Return two rows: the run's name, step and times, and a progress bar of the steps."""
+    """Return two rows. The first has the run's name, step and times, the second a progress bar."""
     name = Text.assemble(("echo ", "bold cyan"), (clean(snapshot.run_name), "bold"))
     if snapshot.state != "running":
         name.append(f" {snapshot.state}", "bold yellow")
@@ -81,7 +81,7 @@ def header(snapshot: RunStatus, width: int) -> list[RenderableType]:
 
 
 def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
-    """Return `height` rows: the newest rewards, and the curves of rewards by step.
+    """Return `height` rows that show the newest rewards, and curves of the rewards over the steps.
 
     With fewer than 4 rows, there are no curves.
     """
@@ -144,7 +144,7 @@ def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
 def staleness_bins(
     tokens: Mapping[int, int], max_staleness: int, max_bins: int
 ) -> list[tuple[str, int, bool]]:
-    """Return the number of trained tokens by staleness, in at most `max_bins` bins.
+    """Return how many trained tokens have each staleness, in at most `max_bins` bins.
 
     Returns:
         For each bin from staleness 0 to max_staleness: (label, number of tokens, whether the bin
@@ -165,7 +165,7 @@ def staleness_bins(
 
 
 def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
-    """Return at most `height` rows: the mean staleness of trained tokens and a histogram."""
+    """Return at most `height` rows: the mean staleness of trained tokens, and a histogram of it."""
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
@@ -179,7 +179,7 @@ def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[Re
 
 
 def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
-    """Return a table with a label, a bar, a share and a note for each bin."""
+    """Return a table that has a label, a bar, a share and a note for each bin."""
     counts = [count for _, count, _ in bins]
     table = Table.grid(padding=(0, 1, 0, 0), expand=True)
     table.width = width
@@ -195,7 +195,7 @@ def staleness_bars(bins: Sequence[tuple[str, int, str]], width: int) -> Table:
 
 
 def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[RenderableType]:
-    """Return rows on groups, on weights and on the learner's wait.
+    """Return rows about the groups, about the weights and about the learner's wait.
 
     There are 2 + `num_wait_rows` rows. After the first timed step, one more row shows the learner's
     speed. If a machine has a price, one or two more rows show the costs and the last change of
@@ -229,7 +229,7 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
 
 
 def _slowest(link: LinkStatus | None) -> tuple[str, str]:
-    """Return texts on the slowest link of a version and on the remaining time.
+    """Return a text about the slowest link of a broadcast, and a text about the remaining time.
 
     Both texts are empty if no node fetches the version.
     """
@@ -250,7 +250,7 @@ def _cadence(snapshot: RunStatus) -> str:
 
 
 def speed_row(speed: SpeedStatus) -> Text:
-    """Return a row with the learner's speed and the times of the step's parts."""
+    """Return a row that shows the learner's speed and how long the parts of a step take."""
     parts = [f"{short_count(speed.tokens_per_s)} tokens/s"]
     if speed.mfu is not None:
         parts.append(f"{speed.mfu:.0%} MFU")
@@ -261,7 +261,7 @@ def speed_row(speed: SpeedStatus) -> Text:
 
 
 def cost_rows(cost: CostStatus, width: int) -> list[Text]:
-    """Return a row with the costs, and a row on the last change of active workers.
+    """Return a row about the costs, and a row about the last change of the active workers.
 
     The second row is missing before the first change.
     """
@@ -289,7 +289,7 @@ def cost_rows(cost: CostStatus, width: int) -> list[Text]:
 
 
 def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Text]:
-    """Return a table with a heading, a row for each node, and a row on hidden nodes.
+    """Return a table: a heading, a row for each node, and a row that counts the nodes without one.
 
     The table has at most `height` rows. If columns do not fit, the least important columns are left
     out. If nodes do not fit, nodes with problems, learners and relays come first.
@@ -332,7 +332,7 @@ def node_rows(nodes: Sequence[NodeStatus], width: int, *, selected: str = "") ->
 
 
 def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
-    """Return a row with the numbers of refused or dropped groups by reason.
+    """Return a row that shows, for each reason, how many groups were refused or dropped.
 
     The most frequent reason comes first. Without refused or dropped groups, there is no row.
     """
@@ -344,7 +344,7 @@ def refusals(refused: Mapping[str, int], width: int) -> list[Text]:
 
 
 def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
-    """Return the rows of each notice, the oldest first.
+    """Return the rows of each notice. The oldest notice comes first.
 
     Notices are neither cut nor indented, because the reader may copy a command or a path from them.
     """
@@ -357,7 +357,7 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: RunStatus) -> str:
-    """Return text on the share of time that the learner waited, recently and since its start."""
+    """Return text that says how long the learner waited, as shares of recent and of all time."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 
@@ -378,7 +378,7 @@ def _progress(done: float, total: float, width: int) -> ProgressBar:
 
 
 def _percent(share: float) -> str:
-    """Return a share as text of five characters. The text of a small share is not zero."""
+    """Return a share as text of five characters. Even a small share is not shown as zero."""
     if 0 < share < 0.001:
         return "<0.1%"
     return f"{share:5.1%}" if share < 0.9995 else " 100%"
@@ -406,7 +406,7 @@ def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
 
 
 def node_order(node: NodeStatus) -> tuple[int, list[tuple[int, str]]]:
-    """Return a node's sort key: the role, then the name, with numbers in numeric order.
+    """Return the sort key of a node: first the role, then the name. Numbers in names sort by value.
 
     So the node w2 is shown before w10.
     """
@@ -447,7 +447,7 @@ def _bytes(value: float) -> str:
 
 
 def _fitting_columns(nodes: Sequence[NodeStatus], width: int) -> tuple[list[_Column], str]:
-    """Return the columns that fit into `width`, and the text between columns."""
+    """Return the columns that fit into `width`, and the text that separates columns."""
     content: dict[str, list[str]] = {
         "node": [node.node_id for node in nodes],
         "role": [node.role for node in nodes],
@@ -502,7 +502,7 @@ def render_live(
     has_chart: bool = True,
     table: Callable[[int, int], list[Text]] | None = None,
 ) -> Group:
-    """Return a snapshot as at most `height` rows that fill `width`.
+    """Draw a snapshot. Return at most `height` rows, each exactly `width` cells wide.
 
     Args:
         snapshot: the status of the run.
@@ -540,9 +540,10 @@ def render_live(
 
 
 def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
-    """Return the rows of the newest notices that fit completely into `num_rows`.
+    """Return the rows of the newest notices.
 
-    The newest notice is always included. If it does not fit, it is cut.
+    Only notices that fit completely into `num_rows` count. The newest notice is always included. If
+    it does not fit, it is cut.
     """
     rows: list[Text] = []
     for notice in reversed(notices):
@@ -553,7 +554,7 @@ def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
 
 
 def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str, int]:
-    """Return the number of rows of each part of the screen.
+    """Return how many rows each part of the screen gets.
 
     First each part gets its smallest number of rows, in the order of `wanted`. Then table, notices
     and chart, in this order, get more rows, up to the largest number of each part.
@@ -574,7 +575,10 @@ def _share_out(wanted: Mapping[str, tuple[int, int]], num_rows: int) -> dict[str
 
 
 def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
-    """Return the reward curve, and if the width allows, the staleness histogram beside it."""
+    """Return the reward curve.
+
+    If the width allows it, the staleness histogram is beside the curve.
+    """
     if width < _MIN_SIDE_BY_SIDE:
         return [*reward_chart(snapshot, width, height)]
     right_width = min(max(width * 3 // 10, 21), 44)
@@ -588,7 +592,7 @@ def _charts(snapshot: RunStatus, width: int, height: int) -> list[RenderableType
 
 
 def _join(blocks: Iterable[Sequence[RenderableType]], num_gaps: int) -> list[RenderableType]:
-    """Return the rows of all blocks, with a blank row after each of the first `num_gaps` blocks."""
+    """Return the rows of all blocks. A blank row follows each of the first `num_gaps` blocks."""
     rows: list[RenderableType] = []
     for block in blocks:
         if block and rows and num_gaps > 0:

@@ -1,4 +1,4 @@
-"""Writes metrics and samples to metrics.jsonl and to TensorBoard, trackio and wandb.
+"""Writes metrics and samples to metrics.jsonl, and to TensorBoard, trackio and wandb.
 
 metrics.jsonl has all numbers; if a run cannot write this file, the run ends. The other sinks are
 optional and called mirrors below. They also get samples of rollouts as tables. If a configured
@@ -37,14 +37,15 @@ from echo.ui.prometheus import PrometheusEndpoint, prometheus_client
 logger = logging.getLogger(__name__)
 
 Metric = float | Mapping[str, float] | Mapping[str, str]
-"""A number, numbers by name (as in `staleness/hist`) or texts by name (as in `explain`)."""
+"""A number, or numbers under names (as in `staleness/hist`), or texts under names (as in
+`explain`)."""
 
 
 class _Mirror(Protocol):
-    """A sink besides metrics.jsonl. Its library may raise any error."""
+    """A sink that gets the same rows as metrics.jsonl. Its library may raise any error."""
 
     remedy: str
-    """Text that explains what the user can do if the mirror fails."""
+    """Text that tells the user what to do if the mirror fails."""
 
     def start(self) -> None:
         """Open the mirror. This method is called before the first row."""
@@ -56,17 +57,17 @@ class _Mirror(Protocol):
         """Write rollouts as text, with their step and Unix time."""
 
     def close(self) -> None:
-        """Write the buffered rows; close the mirror."""
+        """Write the buffered rows, and close the mirror."""
 
 
 MAX_ROWS_BEHIND = 1000
-"""Largest number of rows in a mirror's queue. Further rows are dropped."""
+"""Largest number of rows that wait for a mirror. Further rows are dropped."""
 CLOSE_S = 15.0
-"""Seconds in which a mirror must write its queue at the end of a run."""
+"""At the end of a run, a mirror has this many seconds to write the rows in its queue."""
 
 
 class _Feed:
-    """Writes rows to a mirror in a separate thread.
+    """Passes rows to a mirror, which writes them in a separate thread.
 
     After a failure, one warning is logged and no more rows are written.
     """
@@ -82,7 +83,7 @@ class _Feed:
         self._thread.start()
 
     def put(self, step: int, write: Callable[[_Mirror], None]) -> None:
-        """Queue a call that writes to the mirror; return at once."""
+        """Queue a call that writes to the mirror, and return at once."""
         if self._has_failed:
             return
         try:
@@ -93,7 +94,7 @@ class _Feed:
             self._is_behind = True
 
     def close(self) -> None:
-        """Write the queued rows and close the mirror, in at most CLOSE_S."""
+        """Write the queued rows and close the mirror. This takes at most CLOSE_S."""
         give_up_at = time.monotonic() + CLOSE_S
         try:
             self._writes.put(None, timeout=CLOSE_S)
@@ -124,7 +125,10 @@ class _Feed:
 
 
 def sinks_missing(sinks: Collection[str], *, has_prometheus: bool = False) -> list[str]:
-    """Return one line with the remedy for each configured sink that is not installed."""
+    """Return one line for each configured sink whose library is not installed.
+
+    It states the remedy.
+    """
     wanted: list[Callable[[], object]] = [partial(_import, name) for name in sinks]
     wanted += [prometheus_client] if has_prometheus else []
     problems = []
@@ -137,7 +141,7 @@ def sinks_missing(sinks: Collection[str], *, has_prometheus: bool = False) -> li
 
 
 class MetricsWriter:
-    """Appends rows to a run's metrics.jsonl; passes the rows to the configured mirrors."""
+    """Appends rows to a run's metrics.jsonl, and passes them to the configured mirrors."""
 
     def __init__(
         self,
@@ -148,7 +152,9 @@ class MetricsWriter:
         prometheus: str | None = None,
         config: Mapping[str, object] | None = None,
     ) -> None:
-        """Open metrics.jsonl, repair its end after a crash, and start the mirrors.
+        """Open metrics.jsonl and start the mirrors.
+
+        If a crash has cut off the last line, remove it.
 
         Args:
             run_dir: directory of the run, created if it is missing; the wandb run has the
@@ -187,7 +193,7 @@ class MetricsWriter:
             feed.start()
 
     def write(self, step: int, metrics: Mapping[str, Metric], *, at: float | None = None) -> None:
-        """Append one row to metrics.jsonl; pass the row to the mirrors.
+        """Append one row to metrics.jsonl, and pass the row to the mirrors.
 
         Args:
             step: the optimizer step to which the metrics belong.
@@ -217,7 +223,7 @@ class MetricsWriter:
             feed.put(step, lambda mirror: mirror.write(step, flat, at))
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Pass rollouts as text to the mirrors; metrics.jsonl does not get them."""
+        """Pass rollouts to the mirrors as text. They are not written to metrics.jsonl."""
         at = time.time()
         for feed in self._feeds:
             feed.put(step, lambda mirror: mirror.write_samples(step, samples, at))
@@ -238,7 +244,7 @@ class MetricsWriter:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove a file's last line if a crash has cut off the line.
+    """If a crash has cut off the last line of a file, remove this line.
 
     A line without a line end was cut off.
     """
@@ -261,7 +267,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Metric) -> float | dict[str, float | str]:
-    """Convert a metric from numpy's types to Python's types."""
+    """Convert a metric's values from numpy's types to Python's types."""
     if isinstance(value, Mapping):
         return {
             str(name): each if isinstance(each, str) else _number(each)
@@ -271,7 +277,7 @@ def _plain(value: Metric) -> float | dict[str, float | str]:
 
 
 def _number(value: float) -> float:
-    """Return a whole number as an integer, and any other number as a float.
+    """Return a whole number as an integer. Return any other number as a float.
 
     Counts of tokens are easier to read as integers.
     """
@@ -292,8 +298,8 @@ class _TensorBoard:
         self._summary: Any = _import("tensorboard")
         self._directory = directory
         self._samples: Any = None
-        """The writer of samples. It has its own directory, because TensorBoard reads one file of a
-        directory at a time."""
+        """The writer for samples. It has a directory of its own, because TensorBoard reads one file
+        of a directory at a time."""
 
     def start(self) -> None:
         self._writer = self._summary.Writer(str(self._directory))
@@ -327,7 +333,7 @@ class _TensorBoard:
 
 
 def _markdown(samples: Sequence[TextSample]) -> str:
-    """Return samples as a Markdown table; texts are formatted as code."""
+    """Return samples as a Markdown table. Their texts are formatted as code."""
     lines = [" | ".join(COLUMNS), " | ".join(["---"] * len(COLUMNS))]
     for row in table_of(samples):
         cells = (
@@ -341,7 +347,7 @@ def _markdown(samples: Sequence[TextSample]) -> str:
 
 
 class _Wandb:
-    """Writes rows to a wandb run. A resumed run of Echo continues the wandb run."""
+    """Writes rows to a run of wandb. If a run of Echo is resumed, it continues its run of wandb."""
 
     remedy = (
         "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
@@ -386,7 +392,10 @@ def _wandb_id(run_dir: Path) -> str:
 
 
 class _Trackio:
-    """Writes rows to a trackio run. A resumed run of Echo continues the trackio run."""
+    """Writes rows to a run of trackio.
+
+    If a run of Echo is resumed, it continues its run of trackio.
+    """
 
     remedy = (
         "see TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL, and resume the run to have it "
@@ -424,5 +433,5 @@ class _Trackio:
 
 
 def _silenced() -> contextlib.redirect_stdout[io.StringIO]:
-    """Within the `with` block, drop trackio's output, which would break the live view."""
+    """Within the `with` block, drop trackio's output, because it would break the live view."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -1,4 +1,4 @@
-"""Finds a run's stalls in its metrics: the cause, the duration and the remedy of each."""
+"""Finds a run's stalls in its metrics. Each stall has a cause, a duration and a remedy."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from echo.core.units import format_duration
 from echo.records.run_files import MetricsHistory, MetricsRow
 
 MAX_GAP_STEPS = 5
-"""Largest distance, in steps, between two successive explanations in a stall."""
+"""Successive explanations belong to the same stall only if at most this many steps lie between
+them."""
 WAIT = "time/wait/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """A period of steps with waits that have the same cause."""
+    """A period of steps before which the learner or workers waited for the same cause."""
 
     cause: str
     resource: str
     setting: str
     """The configuration key to change; empty if only another machine would help."""
     text: str
-    """The newest explanation."""
+    """The newest explanation, as text."""
     first_step: int
     last_step: int
     waited_s: float
     """Seconds for which the learner waited in the steps of the stall."""
     is_open: bool
-    """Whether the newest explanation's wait was still going on when its row was written."""
+    """Whether the wait was still going on when the row with the newest explanation was written."""
 
 
 def stalls_of(history: MetricsHistory) -> list[Stall]:
@@ -61,7 +62,7 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
 
 
 def _step_of(row: MetricsRow) -> int:
-    """Return the step of the wait that a row explains.
+    """Return the step before which the explained wait took place.
 
     The row of a completed step has a reward. The row of an ongoing wait has the number of the
     previous step.
@@ -71,7 +72,7 @@ def _step_of(row: MetricsRow) -> int:
 
 
 def describe_waits(train: Sequence[MetricsRow]) -> str:
-    """Return text on the shares of time in which the learner or the workers waited.
+    """Return text that says for which share of time the learner and the workers waited.
 
     The text is empty without optimizer steps.
     """

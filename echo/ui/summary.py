@@ -1,4 +1,4 @@
-"""Makes the summary of a run from the run's files.
+"""Makes the summary of a run from the files in the run's directory.
 
 The distribution of staleness is computed from the ledger, because the ledger records the groups
 that were trained on.
@@ -33,11 +33,12 @@ from echo.ui.stalls import describe_waits, stalls_of
 
 
 CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
-"""Causes of the mismatch between sampler and learner, in the order of the summary."""
+"""Causes of the mismatch between sampler and learner, in the order in which the summary lists
+them."""
 
 
 def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
-    """Return (label, text) for each measured fact about learning.
+    """Return (label, text) for each fact about learning that was measured.
 
     Args:
         train: rows of metrics of optimizer steps, in order.
@@ -84,7 +85,7 @@ def _off_policy(last: Sequence[MetricsRow]) -> str:
 
 
 def _mismatch(train: Sequence[MetricsRow]) -> str:
-    """Return text with each cause's share of the mismatch's variance.
+    """Return text that says which share of the mismatch's variance each cause has.
 
     The shares are computed over all measurements of the run.
     """
@@ -127,7 +128,7 @@ def _cost(train: Sequence[MetricsRow]) -> str:
 
 
 def _continued(row: MetricsRow) -> str:
-    """Return text on the number, the age and the lost tokens of continued groups."""
+    """Return text about continued groups: their number, their age, and their lost tokens."""
     resumed = row.get("count/partials/resumed")
     age, wasted = row.get("partials/mean_age"), row.get("partials/wasted_ratio")
     if not resumed or age is None or wasted is None:
@@ -140,7 +141,7 @@ def _continued(row: MetricsRow) -> str:
 
 
 def _lengths(train: Sequence[MetricsRow]) -> str:
-    """Return text on the lengths of trained and of sampled rollouts.
+    """Return text that compares the lengths of trained rollouts with those of sampled rollouts.
 
     The text is empty if the run did not continue rollouts.
     """
@@ -156,9 +157,10 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
 
 
 _REWARD_STEPS = 5
-"""Number of steps in the mean reward at the start and at the end. One batch is too noisy."""
+"""Number of steps over which the mean reward at the start and at the end is taken. One batch is too
+noisy."""
 MAX_TOO_OLD = 0.01
-"""Largest share of tokens dropped as too old. The summary highlights a larger share."""
+"""If a larger share of tokens was dropped as too old, the summary highlights it."""
 _MAX_BINS = 12
 _BARS_WIDTH = 60
 _UNWRAPPED = 10_000
@@ -174,11 +176,12 @@ class RunSummary:
     max_staleness: int
     publish_period: int | str
     wall_time_s: float
-    """Seconds from the start of each lineage to its last row of metrics, summed over lineages."""
+    """Seconds from the start of each lineage to its last row of metrics, summed over all
+    lineages."""
     num_lineages: int
-    """1 plus the number of resumes."""
+    """Number of lineages: 1, plus 1 for each resume."""
     num_reward_steps: int
-    """Number of steps in `reward_before` and in `reward_after`."""
+    """Number of steps over which `reward_before` is taken, and likewise `reward_after`."""
     reward_before: float | None
     """Mean reward of the first steps; None if it is not finite."""
     reward_after: float | None
@@ -186,23 +189,23 @@ class RunSummary:
     eval_before: Evaluation | None
     eval_after: Evaluation | None
     staleness_tokens: dict[int, int]
-    """Number of trained tokens by staleness, from the ledger."""
+    """For each staleness, the number of trained tokens, according to the ledger."""
     num_trained: int
     """Number of groups that were trained on."""
     discarded: dict[str, int]
-    """Number of discarded groups, by reason."""
+    """For each reason, the number of discarded groups."""
     num_tokens: int
-    """Number of completion tokens in accepted groups."""
+    """Number of completion tokens in the groups that were accepted."""
     num_sampled: int
     """Number of tokens that workers have sampled; 0 if they were not counted."""
     num_too_old: int
-    """Number of sampled tokens that were dropped as too old."""
+    """Number of sampled tokens that were dropped because they were too old."""
     broadcast_bytes: float
-    """Number of weight bytes that the learner sent."""
+    """Number of bytes of weights that the learner sent."""
     learning: tuple[tuple[str, str], ...]
-    """Measured facts about learning: (label, text)."""
+    """Facts about learning that were measured: (label, text)."""
     paths: dict[str, Path]
-    """Paths of the run's files that exist, by label."""
+    """Paths of those files of the run that exist, under their labels."""
     commands: tuple[str, ...]
     """Command lines that the user may try next."""
 
@@ -214,7 +217,7 @@ class RunSummary:
 
     @property
     def tokens_per_s(self) -> float:
-        """Accepted completion tokens per second of wall time."""
+        """Completion tokens that were accepted per second of wall time."""
         return self.num_tokens / self.wall_time_s if self.wall_time_s > 0 else 0.0
 
     @property
@@ -275,7 +278,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
 
 
 def render_summary(summary: RunSummary) -> Group:
-    """Return a summary as a renderable for a console of 60 columns or more."""
+    """Return a summary that a rich console of at least 60 columns can show."""
     title = Text.assemble(
         ("echo ", "bold cyan"),
         (summary.run_dir.resolve().name, "bold"),
@@ -378,7 +381,7 @@ def _tokens(summary: RunSummary) -> Text:
 
 
 def _wall_time_s(history: MetricsHistory, ledger: LedgerTotals) -> float:
-    """Return the seconds for which the learner ran, without the times between crash and resume."""
+    """Return how many seconds the learner ran. Times between a crash and a resume do not count."""
     starts = ledger.lineage_starts or [history.times[0]]
     total = 0.0
     for start, end in zip(starts, [*starts[1:], float("inf")], strict=True):
@@ -422,7 +425,7 @@ def _reads_images(model_dir: Path) -> bool:
 
 
 def _waits(history: MetricsHistory) -> list[tuple[str, str]]:
-    """Return (label, text) pairs on the run's waits and its longest stall."""
+    """Return (label, text) pairs about the run's waits and about its longest stall."""
     waits, stalls = describe_waits(history.train), stalls_of(history)
     facts = [("waits", waits)] if waits else []
     if stalls:

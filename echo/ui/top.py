@@ -1,4 +1,4 @@
-"""Draws the screen of `echo-rl top`: the live view, and a table of nodes to operate by keys.
+"""Draws the screen of `echo-rl top`: the live view, and a table of nodes that keys operate.
 
 This module is pure: its inputs are statuses and pressed keys, and its outputs are rows and
 operations. The keys sort, filter and operate nodes. Each operation is shown with its effect and
@@ -37,10 +37,11 @@ SORTS: Mapping[str, Order] = {
     "$/h": lambda node: -(node.price_per_h or 0.0),
     "seen": lambda node: -node.seen_s,
 }
-"""The sort keys of the table, by name. Numbers are sorted in descending order."""
+"""The orders in which the table can be sorted. Each has a name. Numbers are sorted in descending
+order."""
 KEYS = "q quit  s S sort  / filter  g graph  p pause  d drain  b standby  + - bound"
 CHART_ROWS = 30
-"""Smallest number of terminal rows at which the graph is shown from the start."""
+"""If the terminal has at least this many rows, the graph is shown from the start."""
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO[A-Za-z]|.", re.DOTALL)
 _NAMED_KEYS = {
     "\x1b[A": "up", "\x1bOA": "up", "k": "up", "\x1b[B": "down", "\x1bOB": "down", "j": "down",
@@ -59,7 +60,7 @@ def keys_in(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """An operation that waits for the user's "y"."""
+    """An operation that is carried out once the user presses "y"."""
 
     text: str
     act: Act
@@ -68,10 +69,10 @@ class Confirmation:
 
 
 class TopScreen:
-    """The state of the screen: the newest status and the user's choices."""
+    """What the screen shows: the newest status, and what the user has chosen."""
 
     def __init__(self, *, by: str) -> None:
-        """Start without a status; `by` is the operator's name in operations."""
+        """Start without a status. `by` is the name of the operator for operations."""
         self._by = by
         self._numbers = itertools.count(1)
         self.status: RunStatus | None = None
@@ -83,9 +84,9 @@ class TopScreen:
         self._filter = ""
         self._is_typing = False
         self._has_chart: bool | None = None
-        """Whether the graph is shown; None before the user has chosen."""
+        """Whether the graph is shown. None until the user has chosen."""
         self._selected = ""
-        """Id of the selected node; "" without a selection."""
+        """Id of the node that the user has selected; "" if no node is selected."""
         self._pending: Confirmation | None = None
 
     def show(self, status: RunStatus, *, may_operate: bool) -> None:
@@ -93,13 +94,13 @@ class TopScreen:
         self.status, self.may_operate = status, may_operate
 
     def say(self, text: str) -> None:
-        """Set the line about the connection or an operation; "" removes the line."""
+        """Set the line that reports on the connection or an operation. "" removes the line."""
         self._said = text
 
     # --- keys ------------------------------------------------------------------------------------
 
     def press(self, text: str) -> list[Operation]:
-        """Handle pressed keys; return the confirmed operations."""
+        """Handle the keys that the user has pressed. Return the operations that are confirmed."""
         operations = []
         for key in keys_in(text):
             if self._pending is not None:
@@ -173,7 +174,10 @@ class TopScreen:
         self._selected = names[at]
 
     def _ask(self, key: str) -> None:
-        """Ask the user to confirm a key's operation, or show why the operation is not possible."""
+        """Ask the user to confirm the operation of a key.
+
+        If it is not possible, show the reason.
+        """
         if self.status is None:
             return
         if not self.may_operate:
@@ -212,7 +216,7 @@ class TopScreen:
     # --- drawing ---------------------------------------------------------------------------------
 
     def nodes(self) -> list[NodeStatus]:
-        """Return the nodes that match the filter, in the selected order."""
+        """Return the nodes that match the filter, in the order that the user has chosen."""
         nodes = () if self.status is None else self.status.nodes
         wanted = self._filter.lower()
         found = [
@@ -225,7 +229,7 @@ class TopScreen:
         return found
 
     def render(self, width: int, height: int) -> Group:
-        """Return the rows of the screen for a terminal of this size."""
+        """Return the rows that fill a terminal of this size."""
         if self.status is None:
             return Group(fit(Text(self._said or "waiting for the learner ..."), width))
         has_chart = height >= CHART_ROWS if self._has_chart is None else self._has_chart
@@ -235,7 +239,7 @@ class TopScreen:
         return Group(view, self._foot(width))
 
     def _table(self, width: int, height: int) -> list[Text]:
-        """Return the rows around the selected node, at most `height`."""
+        """Return at most `height` rows of the table, around the selected node."""
         if height < 3:
             return []
         nodes = self.nodes()

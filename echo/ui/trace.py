@@ -1,9 +1,10 @@
-"""Makes a trace of all nodes' activities for Perfetto, as Chrome's JSON trace events.
+"""Makes a trace of what all nodes did.
 
-The spans come from the ledger and the metrics, which the learner writes with its own clock. A
-worker's span begins when the learner grants a group, and ends when the learner accepts the group or
-ends the lease. The events within the span, such as reward calls, are not recorded. If spans of a
-worker overlap, they are in different rows.
+Perfetto can show it; the format is Chrome's JSON trace events. The spans come from the ledger and
+the metrics, which the learner writes with its own clock. A worker's span begins when the learner
+grants a group, and ends when the learner accepts the group or ends the lease. The events within the
+span, such as reward calls, are not recorded. If spans of a worker overlap, they are in different
+rows.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from echo.ui.report.run import ReportedRun, explanation_of
 from echo.wire.messages import LEARNER_ID
 
 MAX_EVENTS = 500_000
-"""Largest number of events in a trace. Such a trace has about 100 MB, which Perfetto can still
-open."""
+"""Largest number of events in a trace. Such a trace has about 100 MB, and Perfetto can still open
+it."""
 MICROSECONDS = 1e6
 
 Event = dict[str, Any]
 Window = tuple[int, int]
-"""The first and the last step of a trace."""
+"""The first and the last step that a trace contains."""
 ALL = (0, 10**9)
 
 TRAINING, WAITING, PUBLISHING, EVALUATING, EVENTS = range(5)
 _ROWS = ("trains", "waits for groups", "makes versions", "evaluates", "events")
-"""Names of the learner's rows in the trace, in order."""
+"""Names of the rows that the learner has in the trace, in order."""
 
 
 def parse_window(text: str) -> Window:
@@ -65,7 +66,7 @@ def parse_window(text: str) -> Window:
 
 
 def render_trace(run: ReportedRun, window: Window) -> bytes:
-    """Return the trace of some steps of a run as JSON.
+    """Return the trace of those steps of a run that lie in the window, as JSON.
 
     Raises:
         DataError: if the run did not make these steps, or if the trace would be too large.
@@ -93,7 +94,7 @@ def render_trace(run: ReportedRun, window: Window) -> bytes:
 
 
 def _times(run: ReportedRun, window: Window) -> tuple[float, float]:
-    """Return the Unix times of the start and the end of the window's steps.
+    """Return the Unix times at which the steps of the window start and end.
 
     Raises:
         DataError: if the run did not make any of these steps.
@@ -131,7 +132,7 @@ def _mark(name: str, at: float, **facts: Any) -> Event:
 
 
 def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Iterator[Event]:
-    """Yield the learner's activities between two times, from rows of metrics."""
+    """Yield what the learner did between two times, according to rows of metrics."""
     for row in rows:
         at = row["time"]
         if not begin < at <= end:
@@ -154,13 +155,13 @@ def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Ite
 
 
 class _Leases:
-    """The leases that workers hold, according to the ledger's records."""
+    """The leases that workers hold according to the records of the ledger."""
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Granted]] = {}
 
     def end_by(self, record: AnyRecord) -> list[tuple[Granted, str]]:
-        """Return the leases that a record ends, each with the outcome."""
+        """Return the leases that a record ends. Each comes with its outcome."""
         match record:
             case Granted():
                 # The record of a lease that has expired is the grant of its group to another.
@@ -194,7 +195,7 @@ class _Leases:
 def _lease_events(
     run: ReportedRun, nodes: dict[str, int], begin: float, end: float
 ) -> Iterator[Event]:
-    """Yield the leases of workers and the learner's decisions between two times.
+    """Yield the workers' leases and the learner's decisions between two times.
 
     Workers are added to `nodes` with their process numbers in the trace.
     """
@@ -237,7 +238,7 @@ def _marks(record: AnyRecord) -> Iterator[Event]:
 
 
 class _Rows:
-    """Distributes a worker's spans over rows, so that the spans of a row do not overlap.
+    """Distributes the spans of a worker over rows, so that no spans of a row overlap.
 
     Spans are added in the order of their ends. So a row is free if its last span ended before the
     new span begins.
@@ -247,7 +248,7 @@ class _Rows:
         self._ends: list[float] = []
 
     def take(self, start: float, end: float) -> int:
-        """Return the first row that is free at `start`; occupy the row until `end`."""
+        """Return the first row that is free at `start`, and occupy it until `end`."""
         for row, free_from in enumerate(self._ends):
             if free_from <= start:
                 self._ends[row] = end

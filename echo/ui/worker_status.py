@@ -1,4 +1,4 @@
-"""Shows the status of a worker: as a line below its log, or every minute as a line in its log."""
+"""Shows the status of a worker. It is a line below the log, or a line in the log every minute."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from echo.core.monitoring.metrics import WorkerView
 LOG_S = 60.0
 """Seconds between two status lines in the log."""
 RATE_WINDOW_S = 10.0
-"""Smallest number of seconds over which tokens per second are averaged."""
+"""Tokens per second are averaged over at least this many seconds."""
 
 _ERASE = "\r\x1b[K"
 
 
 class StatusLine(logging.StreamHandler[TextIO]):
-    """A log handler that keeps a status line below the log on a terminal."""
+    """A log handler that keeps a status line below the log lines on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Start with an empty status; write log lines and the status to `stream`."""
+        """Start with an empty status. Log lines and the status are written to `stream`."""
         super().__init__(stream)
         self.is_live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         """Whether the stream is a terminal that can show a status line."""
         self._status = ""
 
     def show(self, status: str) -> None:
-        """Replace the present status by `status`; an empty status erases the line."""
+        """Show `status` instead of the present status. An empty status erases the line."""
         if not self.is_live:
             return
         self.acquire()
@@ -63,15 +63,16 @@ class WorkerStatus:
     """Reports a worker's speed, groups and version on its terminal or in its log."""
 
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
-        """Start without a measurement of the speed."""
+        """Start before the speed has been measured."""
         self._line, self._log = line, log
         self._reported_at: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()
 
     def report(self, view: WorkerView, *, now: float) -> None:
-        """Show the worker's state on the status line, or log it every LOG_S seconds.
+        """Show the worker's state on the status line.
 
-        Without a terminal, the state is logged. `now` is the time in seconds.
+        Without one, log the state every LOG_S seconds. Without a terminal, the state is logged.
+        `now` is the time in seconds.
         """
         text = self.text(view, now=now)
         if self._line.is_live:

@@ -1,4 +1,4 @@
-"""Draws the figures of a report, and the learning curve of a run, as PNG images.
+"""Draws the figures of a report, and a run's learning curve, as PNG images.
 
 A figure of one run also shows details such as a curve's spread, parts or bound. A figure of several
 runs has one line per run. Figures without data are left out.
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#4c72b0", "#dd8452", "#2a9d5c", "#b5479b", "#8172b3", "#937860", "#c44e52", "#64b5cd")
-"""Colours of lines, in order of use."""
+"""Colours of lines, in the order in which they are used."""
 WIDTH, HEIGHT = 6.6, 3.1
 """Size of a figure, inches."""
 DPI = 130
 MAX_BARS = 20
-"""Largest number of bars in a figure; only the longest bars are drawn."""
+"""Largest number of bars in a figure. If there are more, only the longest bars are drawn."""
 MAX_STALENESS_SHOWN = 8
-"""Tokens with this staleness or more are drawn as one part."""
+"""Tokens with at least this staleness are drawn together as one part."""
 MAX_COLUMNS = 200
-"""Largest number of columns in a figure by step. With more steps, several steps share a column."""
+"""Largest number of columns in a figure that shows steps. If a run has more steps, several steps
+share a column."""
 RESUMED = ":"
 """Style of the vertical line that marks a resume of the run."""
 LEGEND_CHARACTERS = 84
@@ -44,12 +45,12 @@ LEGEND_CHARACTERS = 84
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A figure of a report."""
+    """A figure that a report shows."""
 
     name: str
     """Name of the PNG file, without its suffix."""
     section: str
-    """Heading of the figure's part of the report."""
+    """Heading of the part of the report that contains the figure."""
     title: str
     note: str
     """A sentence that explains how to read the figure; may be empty."""
@@ -58,20 +59,20 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCurve:
-    """A figure of metrics by optimizer step."""
+    """A figure that shows metrics over the optimizer steps."""
 
     name: str
     section: str
     title: str
     unit: str
     metrics: Mapping[str, str]
-    """Labels of the metrics, by name. A comparison of runs draws only the first metric."""
+    """For the name of each metric, its label. A comparison of runs draws only the first metric."""
     note: str = ""
     is_log: bool = False
     is_share: bool = False
-    """Whether the values are shares, shown in percent."""
+    """Whether the values are shares. Shares are shown in percent."""
     is_whole: bool = True
-    """Whether the axis of shares ends at 100 %, rather than at the largest value."""
+    """Whether the axis of shares ends at 100 %. Otherwise it ends at the largest value."""
 
 
 LEARNING, OFF_POLICY, TIME = "Learning", "Staleness and off-policy", "The learner's time"
@@ -176,12 +177,12 @@ CURVES = (
 
 SECTIONS = (LEARNING, OFF_POLICY, TIME, NETWORK, COST)
 Draw = Callable[["Axes", Sequence[ReportedRun]], bool]
-"""The type of a function that draws runs, and returns whether there was data to draw."""
+"""The type of a function that draws runs. The function returns whether there was data to draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A figure that a function of its own draws."""
+    """A figure that needs a drawing function of its own."""
 
     name: str
     section: str
@@ -189,11 +190,11 @@ class Drawing:
     note: str = ""
     draw: Draw
     compares: bool = True
-    """Whether the function also draws several runs."""
+    """Whether the function can also draw several runs together."""
 
 
 def draw_all(runs: Sequence[ReportedRun]) -> list[Plot]:
-    """Return the figures of one run or of a comparison of runs, in report order.
+    """Return the figures of one run or of a comparison, in the order of the report.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -226,7 +227,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def learning_curve(run: ReportedRun, out_png: Path) -> Path:
-    """Draw a run's rewards and staleness to a PNG file; return the file's path.
+    """Draw a run's rewards and staleness to a PNG file. Return the path of the file.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -281,7 +282,7 @@ def _draw_curve(curve: StepCurve, axes: Axes, runs: Sequence[ReportedRun]) -> bo
 def _lines(
     curve: StepCurve, runs: Sequence[ReportedRun]
 ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Yield the label and the points of each line.
+    """Yield the label and the points of each line to draw.
 
     For a single run, each metric has a line. For several runs, each run has a line. Lines without
     points are left out.
@@ -303,7 +304,7 @@ def _line(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: 
 
 
 def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points with the running mean of their values."""
+    """Return the points. The running mean of their values replaces each value."""
     return list(zip((x for x, _ in points), smoothed([y for _, y in points]), strict=True))
 
 
@@ -312,7 +313,7 @@ def _line_of_each(
     runs: Sequence[ReportedRun],
     points_of: Callable[[ReportedRun], Sequence[tuple[float, float]]],
 ) -> bool:
-    """Draw a line for each run with points; return whether any line was drawn."""
+    """Draw a line for each run that has points. Return whether any line was drawn."""
     lines = [(run.name, points_of(run)) for run in runs]
     for color, (name, points) in zip(_colors(len(lines)), lines, strict=True):
         if points:
@@ -333,7 +334,7 @@ def _set_log(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _by_step(axes: Axes, runs: Sequence[ReportedRun]) -> None:
-    """Label the axis of steps, and mark the resumes of a single run."""
+    """Label the axis of steps. For a single run, mark where the run was resumed."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("optimizer step")
@@ -406,7 +407,7 @@ def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 PART = re.compile(r"reward/(.+)/mean")
-"""Matches the name of a metric with the mean of one part of the reward."""
+"""Matches the name of a metric that is the mean of one part of the reward."""
 
 
 def _reward_parts(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
@@ -448,7 +449,10 @@ def _evaluations(axes: Axes, run: ReportedRun, color: str | None, values: list[f
 
 
 def _staleness(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
-    """Draw the trained tokens' shares by staleness. For several runs, draw the mean staleness."""
+    """Draw which share of the trained tokens has each staleness.
+
+    For several runs, draw the mean staleness.
+    """
     if len(runs) > 1:
         if not _line_of_each(axes, runs, lambda r: _points(r.history.train, "staleness/mean")):
             return False
@@ -558,7 +562,10 @@ def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _wait_span(row: MetricsRow) -> tuple[float, float]:
-    """Return the start and the length of a step's wait. The wait ends when training begins."""
+    """Return when a step's wait starts and how long it lasts.
+
+    The wait ends when training begins.
+    """
     waited_s = min(row.get("time/wait_for_batch") or 0.0, row["time/step"])
     return row["time"] - (row.get("time/train") or 0.0) - waited_s, waited_s
 
@@ -600,7 +607,7 @@ def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
-    """Cut off the tops of a few bars that would make the other bars too small."""
+    """If a few bars would make all other bars too small, cut off their tops."""
     usual, highest = median(heights), max(heights)
     if highest <= 6 * usual:
         axes.set_ylim(0, 1.05 * highest)
@@ -690,7 +697,7 @@ def _bars(
     *,
     ends: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw a bar for each of the largest values, the largest on top.
+    """Draw a bar for each of the largest values. The largest value is on top.
 
     Each value is written to the right of the bar, or to the right of the value's position in
     `ends`.
@@ -711,7 +718,7 @@ def _bars(
 
 
 def short(name: str) -> str:
-    """Return a name as short, printable text that matplotlib draws unchanged.
+    """Return a name as short, printable text that matplotlib draws as it is.
 
     A leading underscore is removed, because a legend leaves out labels with a leading underscore.
     """
@@ -782,4 +789,4 @@ DRAWINGS = (
         compares=False,
     ),
 )
-"""The figures that need drawing functions of their own."""
+"""The figures that need a drawing function of their own."""

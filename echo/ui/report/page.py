@@ -24,9 +24,9 @@ from echo.ui.rollouts import VERSION_STYLES, ShownRollout
 
 TEMPLATE = Path(__file__).with_name("page.html")
 NUM_LAST = 10
-"""Number of last steps over which some key figures are averaged."""
+"""Some key figures are averages over this many last steps."""
 MAX_STALLS = 20
-"""Largest number of stalls on the page. The newest stalls are listed."""
+"""Largest number of stalls that the page lists. The newest stalls are listed."""
 NO_VALUE = "-"
 
 
@@ -38,7 +38,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     has_numbers: bool = False
-    """Whether all columns after the first have numbers, which are aligned to the right."""
+    """Whether all columns except the first have numbers. Numbers are aligned to the right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ColouredText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBox:
-    """The texts and facts about a rollout for the page."""
+    """The texts and facts that the page shows about a rollout."""
 
     rollout: ShownRollout
     facts: str
@@ -70,18 +70,19 @@ class PagePart:
     plots: Sequence[Plot] = ()
     samples: Sequence[RolloutBox] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Long texts by name. The page shows the name; the reader can unfold the text."""
+    """Long texts, under their names. The page shows the name, and the reader can unfold the
+    text."""
     is_open: bool = False
     note: str = ""
 
     @property
     def link(self) -> str:
-        """The part's name in links within the page."""
+        """The name that links within the page use for this part."""
         return "".join(char if char.isalnum() else "-" for char in self.heading.lower())
 
     @property
     def is_empty(self) -> bool:
-        """Whether the part has only a heading."""
+        """Whether the part has a heading but no content."""
         return not (self.tables or self.plots or self.samples or self.texts or self.note)
 
 

@@ -49,41 +49,42 @@ from echo.ui.stalls import WAIT, Stall, stalls_of
 from echo.ui.summary import RunSummary, summarise_run
 
 SAMPLE = " sample of step "
-"""Text that identifies a line of the learner's log as a sample of a rollout."""
+"""A line of the learner's log that contains this text is a sample of a rollout."""
 WARNING = re.compile(
     r"[0-9:]+ (WARNING|ERROR|CRITICAL) "
     r'|\{"time": "[^"]+", "level": "(warning|error|critical)"'  # ui.log_format = "json"
 )
-"""Matches the beginning of a warning or an error in a log."""
+"""Matches the beginning of a line that a warning or an error has in a log."""
 MAX_DECISIONS = 100
 """Largest number of decisions in a report. The newest decisions are shown."""
 MAX_LONG_WAITS = 10
 """Largest number of waits in a report. The longest waits are shown."""
 LONG_WAIT_FACTOR = 2.0
-"""Smallest ratio of a listed wait to the median wait of all steps."""
+"""A wait is listed only if it is at least this many times as long as the median wait of all
+steps."""
 MIN_WAIT_S = 1.0
-"""Smallest number of seconds of a listed wait."""
+"""A wait is listed only if it takes at least this many seconds."""
 MAX_LOG_LINES = 40
 """Largest number of lines of the learner's log in a report. The newest lines are shown."""
 MAX_SAMPLE_LINES = 40
 """Largest number of logged rollout samples in a report. The newest samples are shown."""
 LOG_BYTES = 4 << 20
-"""Number of bytes that are read at the end of the learner's log."""
+"""Number of bytes that are read from the end of the learner's log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A change of the run by the learner or an operator."""
+    """A change of the run that the learner or an operator has made."""
 
     at: float
-    """Unix time, seconds."""
+    """Unix time of the change, seconds."""
     step: int
     what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongWait:
-    """A step with an unusually long wait of the learner."""
+    """A step before which the learner waited unusually long."""
 
     at: float
     """Unix time at which the step ended, seconds."""
@@ -92,23 +93,23 @@ class LongWait:
     share: float
     """Share of the step's time in which the learner waited."""
     cause: str
-    """The recorded explanation of the wait. If there is none, the recorded reason, which may be
-    empty."""
+    """The explanation of the wait that was recorded. If there is none, the recorded reason, which
+    may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedNode:
-    """The facts about a node in a run's files. Missing facts are None."""
+    """What a run's files say about a node. Missing facts are None."""
 
     node_id: str
     rate: WorkerRate | None
     num_groups: int
     num_tokens: int
-    """Number of completion tokens in the node's accepted groups."""
+    """Number of completion tokens in those groups of the node that were accepted."""
     received_bytes: float | None
-    """Weight bytes that the node received."""
+    """Number of bytes of weights that the node received."""
     cost: float | None
-    """$ for the node's machine and traffic."""
+    """$ that the node's machine and traffic have cost."""
     mismatch_kl: float | None
     reward: float | None
 
@@ -122,7 +123,7 @@ class ReportedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedRun:
-    """The content of a report about a run."""
+    """What a report says about a run."""
 
     run_dir: Path
     name: str
@@ -138,14 +139,14 @@ class ReportedRun:
     """The summary of the run; None before its first step."""
     lineages: Sequence[Began]
     discarded: Mapping[str, int]
-    """Number of discarded groups, by reason."""
+    """For each reason, the number of discarded groups."""
     refused: Mapping[str, int]
-    """Number of refused results, by reason."""
+    """For each reason, the number of refused results."""
     decisions: Sequence[Decision]
     num_decisions: int
-    """Number of all decisions, including decisions that the report leaves out."""
+    """Number of all decisions. Decisions that the report leaves out count, too."""
     stalls: Sequence[Stall]
-    """The stalls with a recorded explanation, oldest first."""
+    """The stalls for which an explanation was recorded, oldest first."""
     long_waits: Sequence[LongWait]
     """The longest waits, longest first."""
     nodes: Sequence[ReportedNode]
@@ -158,7 +159,7 @@ class ReportedRun:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps in the surviving history."""
+        """Number of optimizer steps in the part of the history that was not abandoned."""
         return int(self.history.train[-1]["step"]) if self.history.train else 0
 
     @property
@@ -178,7 +179,7 @@ class ReportedRun:
         return section if isinstance(section, dict) else {}
 
     def totals(self, table: str) -> dict[str, float]:
-        """Return the sums of a table's entries over all rows, largest first."""
+        """Add up each entry of a table over all rows. Return the sums, largest first."""
         totals: Counter[str] = Counter()
         for row in self.rows:
             totals.update(row.get(table) or {})
@@ -227,7 +228,7 @@ def read_run(run_dir: Path) -> ReportedRun:
 
 
 class _Facts:
-    """Facts for a report, collected from the records of a ledger."""
+    """The facts that a report needs from the records of a ledger."""
 
     def __init__(self) -> None:
         self.lineages: list[Began] = []
@@ -260,7 +261,7 @@ class _Facts:
             self.decisions.append(decision)
 
     def _add_removed(self, record: Removed) -> None:
-        """Add a removal of files to the earlier removals with the same cause."""
+        """Add a removal of files to the earlier removals that have the same cause."""
         earlier = self._removed.get(record.cause)
         if earlier is not None:
             record = msgspec.structs.replace(
@@ -271,7 +272,7 @@ class _Facts:
         self._removed[record.cause] = record
 
     def removals(self) -> list[Decision]:
-        """Return one decision for each cause of removals, with the time of the last removal."""
+        """Return one decision for each cause of removals. Its time is that of the last removal."""
         return [
             Decision(
                 at=each.at,
@@ -338,7 +339,7 @@ def utc(at: float) -> str:
 
 
 def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
-    """Return the unusually long waits, longest first; at most MAX_LONG_WAITS."""
+    """Return the unusually long waits, longest first. Return at most MAX_LONG_WAITS waits."""
     steps = [row for row in rows if row.get("time/wait_for_batch") is not None]
     if not steps:
         return []
@@ -359,7 +360,7 @@ def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
 
 
 def explanation_of(row: MetricsRow) -> str:
-    """Return a row's explanation of a wait or of idle workers, or ""."""
+    """Return a row's explanation of why the learner or workers waited. Return "" if it has none."""
     found: Any = row.get("explain")
     return str(found.get("text", "")) if isinstance(found, dict) else ""
 
@@ -378,7 +379,10 @@ def _stages(row: MetricsRow) -> str:
 
 
 def _nodes(run_dir: Path, config: MetricsRow, rows: Sequence[MetricsRow]) -> list[ReportedNode]:
-    """Return the nodes of a run: nodes without groups first, then workers by tokens."""
+    """Return the nodes of a run.
+
+    Nodes without groups come first, then workers in the order of tokens.
+    """
     deliveries = deliveries_of(read_records(run_dir))
     group_size = int((config.get("batch") or {}).get("group_size", 1))
     rates = rates_of(deliveries, group_size)
@@ -439,7 +443,7 @@ def _log_lines(run_dir: Path) -> list[str]:
 
 
 def differing_settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Return the settings that differ between the runs: the values in all runs, by key."""
+    """Return the settings that differ between the runs. Each key has its values in all runs."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted({key for settings in flat for key in settings})
     found = {key: [settings.get(key, "-") for settings in flat] for key in keys}
@@ -455,7 +459,7 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[ReportedRun]:
-    """Return the runs of a comparison, with distinct names.
+    """Read the runs to compare. Give them distinct names.
 
     Raises:
         DataError: if a run occurs twice.
