@@ -1,9 +1,10 @@
-"""Book of leases: which worker has a lease of which group, and when the lease expires.
+"""The book of leases.
 
-A lease gives a worker one attempt at a group, for a limited time. Progress renews the lease. When a
-lease expires, its group waits to be granted again, ahead of new groups (`leases/groups.py` has a
-table of these states). The first valid result of a group is accepted, from any attempt. A later
-result is a duplicate and does no harm.
+It records which worker has a lease of which group, and when the lease expires. A lease gives a
+worker one attempt at a group, for a limited time. Progress renews the lease. When a lease expires,
+its group waits to be granted again, ahead of new groups (`leases/groups.py` has a table of these
+states). The first valid result of a group is accepted, from any attempt. A later result is a
+duplicate and does no harm.
 
 The book remembers an expired lease until its group ends. So the lease stays expired even if its
 worker still lists it. Until the group ends, the book also remembers the worker of each attempt.
@@ -32,53 +33,54 @@ from echo.leases.groups import (
 )
 
 LOST_WORKER = "(before the restart)"
-"""Holder of a lease from before a restart, until a worker claims the lease."""
+"""Takes the place of a lease's holder after a restart, until a worker claims the lease."""
 MAX_WORKERS = 10_000
-"""Number of newest workers that are remembered, including workers that have left."""
+"""Number of workers that are remembered. The newest are kept, also if they have left."""
 
 
 @dataclass(slots=True)
 class LeasedWorker:
-    """The facts that decide a worker's grants. Each heartbeat updates the facts."""
+    """The facts about a worker that decide its grants. Each heartbeat updates them."""
 
     node_id: str
     installed: PolicyVersion | None = None
     capacity: int = 0
     """Number of leases that the worker can hold; 0 if the worker takes no leases at present."""
     num_places: int = 0
-    """Number of groups that the worker samples at the same time; 0 if unknown."""
+    """Number of groups that the worker can sample at the same time; 0 if unknown."""
     num_unknown: int = 0
-    """Number of expired or unwanted leases that the worker still holds."""
+    """Number of leases that have expired or are unwanted, but that the worker still holds."""
     is_stuck: bool = False
     """Whether the worker holds expired or unwanted leases and shows no progress."""
     is_set_aside: bool = False
-    """Whether the worker gets no groups because its groups are useless (`leases/usefulness.py`)."""
+    """Whether the worker gets no groups, because its groups were useless
+    (`leases/usefulness.py`)."""
     num_waiting: int = 0
-    """Number of begun groups that wait at the worker."""
+    """Number of groups that the worker has begun and that now wait at the worker."""
 
     def is_able(self, usable: Container[PolicyVersion | None]) -> bool:
-        """Return whether the worker takes leases and has a version in `usable`."""
+        """Return whether the worker takes leases and has installed one of the `usable` versions."""
         is_welcome = not self.is_stuck and not self.is_set_aside
         return is_welcome and self.capacity > 0 and self.installed in usable
 
 
 class LeaseBook:
-    """The leases by group and by worker, and the groups that wait for a lease."""
+    """All leases, indexed by group and by worker, and the groups that wait for a lease."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Start without groups. A lease expires after `timeout_s` seconds without progress."""
+        """Start without groups. A lease expires if it shows no progress for `timeout_s` seconds."""
         self.timeout_s = timeout_s
         self._groups: dict[int, OpenGroup] = {}
-        """Group id -> group, for all groups that are not closed."""
+        """For each group id, the group. Closed groups are left out."""
         self._by_state: dict[OpenState, set[int]] = {state: set() for state in OpenState}
-        """State -> ids of the groups in this state, closed groups left out."""
+        """For each state, the ids of the groups in this state. Closed groups are left out."""
         self._by_worker: dict[str, list[LeaseRecord]] = {}
         self._deadlines: Deadlines[LeaseRecord] = Deadlines(self)
         self._changes: dict[str, int] = {}
 
     @property
     def num_running(self) -> int:
-        """Number of groups that are leased or being stored."""
+        """Number of groups that are leased, or whose result is being stored."""
         by_state = self._by_state
         return len(by_state[OpenState.GRANTED]) + len(by_state[OpenState.STORING])
 
@@ -108,18 +110,18 @@ class LeaseBook:
         return self._deadlines.first
 
     def deadline_of(self, record: LeaseRecord) -> float | None:
-        """Return when a lease expires; None if the lease has ended or its result has arrived."""
+        """Return when a lease expires. Return None if it has ended or its result has arrived."""
         is_watched = not record.is_over and not record.is_delivered
         return record.renewed_at + self.timeout_s if is_watched else None
 
     def group(self, group_id: int) -> OpenGroup:
-        """Return the open group with this id, or a new group if the id is unknown."""
+        """Return the open group with this id. If the id is unknown, return a new group."""
         return self._groups.get(group_id) or OpenGroup(group_id)
 
     # --- what is known of a worker ---
 
     def num_changes(self, worker_id: str) -> int:
-        """Return how many times a worker has got or lost a lease."""
+        """Return how many times a worker has either got or lost a lease."""
         return self._changes.get(worker_id, 0)
 
     def num_leases(self, worker_id: str) -> int:
@@ -131,14 +133,14 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """Record, in leases granted at `now`, how many leases their worker holds."""
+        """Record how many leases a worker holds, in each lease that it was granted at `now`."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:
                 record.num_beside = len(records)
 
     def mean_leases(self, worker_id: str, group_id: int, attempt: int) -> float:
-        """Return a worker's mean number of leases since an attempt was granted.
+        """Return how many leases a worker has held on average since an attempt was granted.
 
         This is the mean of two numbers: the leases right after the grant, and the leases now.
         """
@@ -149,7 +151,7 @@ class LeaseBook:
     # --- what happens to a group ---
 
     def _handle(self, group: OpenGroup, event: Event) -> None:
-        """Apply an event to a group, and update the indexes by state and by worker.
+        """Apply an event to a group. Then update the two indexes, by state and by worker.
 
         Raises:
             LocalProtocolError: if the event cannot happen in the state of the group.
@@ -171,17 +173,17 @@ class LeaseBook:
             self._changes[record.worker_id] = self.num_changes(record.worker_id) + 1
 
     def grant(self, group_id: int, worker_id: str, *, now: float) -> LeaseRecord:
-        """Lease a group to a worker as the group's next attempt; return the lease."""
+        """Lease a group to a worker, as the next attempt at this group. Return the lease."""
         return self.adopt(group_id, self.group(group_id).num_attempts, worker_id, now=now)
 
     def adopt(self, group_id: int, attempt: int, worker_id: str, *, now: float) -> LeaseRecord:
-        """Add the lease of an attempt that a worker already holds, as after a restart."""
+        """Add a lease that a worker already holds. This happens after a restart."""
         group = self._groups.setdefault(group_id, OpenGroup(group_id))
         self._handle(group, Leased(attempt, worker_id, now))
         return group.leases[-1]
 
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
-        """Add a group from before a restart; `holders` maps attempts to workers.
+        """Add a group that was open before a restart. `holders` maps each attempt to its worker.
 
         LOST_WORKER holds the lease of the newest attempt until the attempt's worker claims the
         lease, or until the lease expires.
@@ -190,7 +192,7 @@ class LeaseBook:
         self._groups[group_id].holders = dict(holders)
 
     def deliver(self, group_id: int, attempt: int, worker_id: str) -> None:
-        """Record that the valid result of an attempt has arrived and is being stored."""
+        """Record that a valid result of an attempt has arrived and is now being stored."""
         self._handle(self._groups[group_id], ResultArrived(attempt, worker_id))
 
     def finish(self, group_id: int) -> None:
@@ -200,19 +202,19 @@ class LeaseBook:
             self._handle(group, GroupEnded())
 
     def revoke(self, record: LeaseRecord) -> None:
-        """End a lease. If the group has no other lease, the group waits to be granted again."""
+        """End a lease. If it was the group's only lease, the group waits to be granted again."""
         group = self._groups[record.group_id]
         event = LeaseEnded if len(group.leases) > 1 else LastLeaseEnded
         self._handle(group, event(record))
 
     def revoke_attempt(self, group_id: int, attempt: int) -> None:
-        """End the lease of an attempt if a worker holds it."""
+        """If a worker holds the lease of an attempt, end this lease."""
         for record in list(self.group(group_id).leases):
             if record.attempt == attempt:
                 self.revoke(record)
 
     def expire(self, *, now: float) -> list[LeaseRecord]:
-        """End and return the leases that have shown no progress in time."""
+        """End the leases that have made no progress in time, and return them."""
         late = self._deadlines.take_due(now=now)
         for record in late:
             self.revoke(record)
@@ -220,20 +222,20 @@ class LeaseBook:
         return late
 
     def give_back(self, group_id: int, attempt: int, worker_id: str) -> None:
-        """End a lease that its worker gives up, so that the group is granted again."""
+        """End a lease that its worker gives up. The group can then be granted again."""
         self.revoke_attempt(group_id, attempt)
         # The worker lists the lease until it receives the acknowledgement.
         self._groups[group_id].expired.add((attempt, worker_id))
 
     def drop_worker(self, worker_id: str) -> None:
-        """End all leases of a worker that is gone, and forget the worker."""
+        """Forget a worker that is gone, and end all its leases."""
         for record in self.worker_leases(worker_id):
             self.revoke(record)
         self._by_worker.pop(worker_id, None)
         self._changes.pop(worker_id, None)
 
     def validate(self) -> None:
-        """Check that states, leases and workers agree; for tests.
+        """For tests: check that states, leases and workers agree.
 
         Raises:
             AssertionError: if states, leases and workers disagree.

@@ -1,4 +1,4 @@
-"""Checks of a worker's rollouts: whether rollouts can be the result of their lease.
+"""Checks whether rollouts from a worker can be the result of their lease.
 
 Each check returns the reason for refusing the rollouts, or None if the rollouts are valid.
 `core.rollout.find_fault` checks whether the rollouts are too old.
@@ -17,7 +17,7 @@ from echo.wire.messages import BAD_LOGPROBS, Lease
 
 
 def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str | None:
-    """Return the reason why a group cannot be the result of its lease, or None."""
+    """Return the reason why a group cannot be the result of its lease. Return None if it can."""
     if group.prompt_ids.tolist() != list(lease.prompt_ids):
         if not settings.prompts_are_free:
             return "another_prompt"
@@ -40,7 +40,10 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
 
 
 def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSettings) -> str | None:
-    """Return the fault if a rollout is too long or has forbidden chains, else None."""
+    """Return the fault of a rollout that is too long or has forbidden chains.
+
+    Otherwise return None.
+    """
     longest = num_tokens = rollout.num_tokens
     if len(rollout.branches):
         if settings.max_tree_tokens is None:
@@ -55,7 +58,7 @@ def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSetting
 def find_partial_fault(
     members: Sequence[PartialRollout], settings: LeaseSettings, *, step: int
 ) -> str | None:
-    """Return the reason why members cannot be partial rollouts at this step, or None."""
+    """Return why the members of a group cannot be partial rollouts at this step. None: they can."""
     if len(members) != settings.group_size:
         return f"{len(members)} members"
     for member in (member for member in members if member.num_tokens):
@@ -72,7 +75,7 @@ def find_partial_fault(
 
 
 def _find_token_fault(tokens: Tokens, vocab_size: int) -> str | None:
-    """Return the fault of sampled tokens; None if they are valid."""
+    """Return the fault that sampled tokens have. Return None if they are valid."""
     ids, logprobs = tokens.token_ids, tokens.sampler_logprobs
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > MAX_LOGPROB:
         return BAD_LOGPROBS

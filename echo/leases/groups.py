@@ -1,4 +1,4 @@
-"""States of a group at the learner, from its first grant to its end.
+"""The states of a group at the learner, from its first grant to its end.
 
     granted --ResultArrived--> storing --GroupEnded--> closed
      |   ^
@@ -35,7 +35,7 @@ from echo.core.rollout import PolicyVersion
 from echo.core.tables import IGNORED, IMPOSSIBLE, Move
 
 MAX_ATTEMPTS = 20
-"""A group ends after this number of grants, because the group probably makes its workers fail."""
+"""A group that was granted this many times ends, because it probably makes its workers fail."""
 
 
 class OpenState(StrEnum):
@@ -63,33 +63,32 @@ class LeaseRecord:
     num_tokens: int = 0
     sent_at: float = 0.0
     is_confirmed: bool = False
-    """Whether the worker has listed the lease in a heartbeat since the lease was last sent."""
+    """Whether the worker has listed the lease in a heartbeat since the learner last sent the
+    lease."""
     is_delivered: bool = False
-    """Whether the result has arrived. From then on the lease does not expire."""
+    """Whether the lease's result has arrived. From then on the lease does not expire."""
     is_over: bool = False
     """Whether the lease has ended, for any reason."""
     running_s: float = 0.0
-    """Seconds for which the worker has sampled the group, according to the worker's last heartbeat;
-    0 while the group is queued at the worker.
-    """
+    """Seconds for which the worker has sampled the group, according to its last heartbeat. It is 0
+    while the group is queued at the worker."""
     seen_at: float = 0.0
     """Time at which `longest` and `rate` were last estimated (`leases/grants/finish_times.py`)."""
     seen_tokens: int = 0
-    """The value of `num_tokens` at `seen_at`."""
+    """The value that `num_tokens` had at the time `seen_at`."""
     longest: float = 0.0
-    """Estimated number of tokens of the longest completion at `seen_at`."""
+    """Estimated number of tokens that the longest completion had at the time `seen_at`."""
     rate: float = 0.0
-    """Estimated tokens per second of the longest completion."""
+    """Estimated tokens per second at which the longest completion grows."""
     num_beside: int = 1
-    """Number of leases that the worker held right after the grant of this lease."""
+    """Number of leases that the worker held right after this lease was granted."""
     min_version: PolicyVersion | None = None
-    """The oldest version that may sample the group; None for any version."""
+    """The oldest version that may sample the group; None if every version may."""
     copy_of: int | None = None
     """The attempt that this lease copies, with the same seed (`leases/grants/dispatch.py`); None if
-    this lease is no copy.
-    """
+    this lease is not a copy."""
     request: MoveRequest | None = None
-    """The request to the holder to give up the lease; None if no request was made."""
+    """The request that asks the holder to give up the lease; None if no request was made."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -97,7 +96,7 @@ class LeaseRecord:
         return self.group_id, self.attempt
 
     def renew(self, *, num_tokens: int, now: float) -> None:
-        """Prolong the lease, because its worker shows progress.
+        """Prolong the lease, because the worker has made progress.
 
         Progress is tokens, rewards or tool calls.
         """
@@ -107,14 +106,14 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class MoveRequest:
-    """A request to a lease's holder to give up the lease for another worker."""
+    """A request that asks the holder of a lease to give it up for a different worker."""
 
     worker_id: str
-    """The idle worker that is to be granted the group."""
+    """The idle worker to which the group will be granted."""
     at: float
     """Time at which the request was first made."""
     is_begun_too: bool
-    """Whether the holder must give up the group even after it has begun to sample."""
+    """Whether the holder must give up the group even if it has begun to sample the group."""
 
 
 # --- Events ---
@@ -122,7 +121,7 @@ class MoveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Event: a worker is granted an attempt, or claims an attempt from before a restart."""
+    """Event: a worker is granted an attempt, or claims an attempt that it had before a restart."""
 
     attempt: int
     worker_id: str
@@ -131,21 +130,21 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """Event: a lease has ended, and another worker still has a lease of the group."""
+    """Event: a lease has ended, but at least one other worker still has a lease of the group."""
 
     record: LeaseRecord
 
 
 @dataclass(frozen=True, slots=True)
 class LastLeaseEnded:
-    """Event: the last lease has expired, was given back or refused, or its worker is gone."""
+    """Event: the last lease of a group has ended, so no worker has a lease of the group."""
 
     record: LeaseRecord
 
 
 @dataclass(frozen=True, slots=True)
 class ResultArrived:
-    """Event: the valid result of an attempt has arrived and is being written."""
+    """Event: a valid result of an attempt has arrived and is being written to the disk."""
 
     attempt: int
     worker_id: str
@@ -153,7 +152,7 @@ class ResultArrived:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """Event: the result is on the disk, or the group has ended without a result."""
+    """Event: the group's result is on the disk, or the group has ended without a result."""
 
 
 Event = Leased | LeaseEnded | LastLeaseEnded | ResultArrived | GroupEnded
@@ -211,12 +210,12 @@ TABLE: dict[OpenState, dict[type[Event], Move[OpenState]]] = {
         GroupEnded: IGNORED,
     },
 }
-"""State -> event -> the next state."""
+"""For each state and each type of event, the next state."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A granted group that has not ended: its state, leases and attempts."""
+    """A group that was granted and has not ended: its state, its leases and its attempts."""
 
     group_id: int
     state: OpenState = OpenState.WAITING
@@ -224,17 +223,17 @@ class OpenGroup:
     leases: list[LeaseRecord] = field(default_factory=list)
     """The leases of the group that workers hold."""
     num_attempts: int = 0
-    """Number of grants of the group so far. Attempts are counted from 0, so this is also the number
-    of the next attempt.
-    """
+    """Number of times that the group was granted so far. Attempts are counted from 0, so this is
+    also the number of the next attempt."""
     holders: dict[int, str] = field(default_factory=dict)
-    """Attempt -> the worker that was granted this attempt; kept after the lease has ended."""
+    """For each attempt, the worker to which it was granted. The entry is kept after the lease has
+    ended."""
     expired: set[tuple[int, str]] = field(default_factory=set)
-    """(attempt, worker) of ended leases that the worker may still list."""
+    """The leases that have ended but that the worker may still list, as (attempt, worker)."""
     fatal: set[int] = field(default_factory=set)
-    """The attempts that made the engine of their worker unusable."""
+    """The attempts that made their worker's engine unusable."""
     result: tuple[str, int] | None = None
-    """(worker, attempt) whose result is being stored; None if there is none."""
+    """The (worker, attempt) whose result is being stored; None if no result is being stored."""
 
     @property
     def is_storing(self) -> bool:
@@ -252,12 +251,12 @@ class OpenGroup:
         return max((record.attempt for record in self.leases), default=-1)
 
     def find(self, attempt: int, worker_id: str) -> LeaseRecord | None:
-        """Return this worker's lease of an attempt, or None."""
+        """Return the lease that this worker holds for an attempt. Return None if it holds none."""
         key = attempt, worker_id
         return next((r for r in self.leases if (r.attempt, r.worker_id) == key), None)
 
     def others(self, attempt: int) -> list[LeaseRecord]:
-        """Return the leases of all other attempts."""
+        """Return the leases of all attempts except this one."""
         return [record for record in self.leases if record.attempt != attempt]
 
     def was_granted(self, attempt: int, worker_id: str) -> bool:
@@ -269,7 +268,7 @@ class OpenGroup:
         return self.holders.get(attempt) == worker_id
 
     def handle(self, event: Event) -> list[Change]:
-        """Apply an event; no other method changes the state of a group.
+        """Apply an event. No other method changes the state of a group.
 
         Returns:
             The leases that the event begins or ends.

@@ -1,4 +1,4 @@
-"""Mismatch of workers: whether a worker's reported log-probabilities are those of its model.
+"""Finds out whether the log-probabilities that a worker reports are those of its model.
 
 The learner computes the log-probability of every token that it trains on. So the learner can
 measure how far the worker's log-probabilities of each group deviate: `mismatch_kl`, nats per token.
@@ -31,32 +31,34 @@ from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS
 
 WINDOW = 50
-"""Number of newest trained groups from which a worker's mismatch is computed."""
+"""A worker's mismatch is computed from this many of its newest trained groups."""
 MIN_EQUAL = 5
-"""An equal needs at least this number of groups at a level of staleness."""
+"""To be compared with at a level of staleness, a worker needs at least this many groups at the
+level."""
 TIMES = 5.0
-"""Least ratio of a worker's mismatch to its equals' mismatch at which the worker stands out."""
+"""A worker stands out if its mismatch is at least this many times the mismatch of equal workers."""
 FLOOR = 0.005
-"""Mismatch in nats per token; a worker with a lower mismatch does not stand out.
+"""A worker with a lower mismatch than this does not stand out. The unit is nats per token.
 
 Honest workers have a mismatch of 0.001 with float32, and a few times more with old weights or
 bfloat16.
 """
 
 _Place = tuple[str, int]
-"""Groups with the same engine and data type and the same level of staleness are compared."""
+"""(engine, level of staleness). Groups are compared only if both are the same. The engine's name
+includes its data type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The mismatch of a group that was trained on."""
+    """The mismatch that a trained group had."""
 
     worker_id: str
     """The worker that made the group."""
     staleness: float
-    """Mean staleness of the group's trained tokens, steps."""
+    """Mean staleness of those tokens of the group that were trained on, steps."""
     kl: float
-    """mismatch_kl of the group's trained tokens, nats per token."""
+    """mismatch_kl of those tokens of the group that were trained on, nats per token."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class _Window:
 
 
 def level(staleness: float) -> int:
-    """Return the level (range of values) of a staleness.
+    """Return the level to which a staleness belongs. A level is a range of values.
 
     Values of one level differ by at most about a third.
     """
@@ -74,19 +76,22 @@ def level(staleness: float) -> int:
 
 
 class Mismatches:
-    """The mismatch of the newest trained groups of every worker."""
+    """The mismatch that the newest trained groups of each worker had."""
 
     def __init__(self) -> None:
         self._windows: RecentMap[str, _Window] = RecentMap(max_entries=MAX_WORKERS)
 
     def trained(self, sampled: Sampled, *, engine: str) -> None:
-        """Add a group that was trained on; `engine` is the engine and data type of its worker."""
+        """Add a group that was trained on. `engine` names its worker's engine and data type."""
         window = self._windows.get(sampled.worker_id) or _Window()
         self._windows[sampled.worker_id] = window
         window.groups.append(((engine, level(sampled.staleness)), sampled.kl))
 
     def find_outliers(self) -> dict[str, str]:
-        """Return worker -> reason for the outliers, and forget their groups."""
+        """Return the workers that stand out, each with the reason.
+
+        Forget the groups of these workers.
+        """
         full = {n: w for n, w in self._windows.as_dict().items() if len(w.groups) == WINDOW}
         if not full:
             return {}
@@ -113,7 +118,7 @@ class Mismatches:
         return found
 
     def _medians(self) -> dict[_Place, dict[str, float]]:
-        """Return place -> worker -> median mismatch of the worker's groups at this place.
+        """Return, for each place and each worker, the median mismatch of the worker's groups there.
 
         At each place, workers with fewer than MIN_EQUAL groups are left out.
         """

@@ -1,4 +1,4 @@
-"""Open groups of a run: which groups were granted and have not ended, and how a group ends.
+"""The open groups of a run are granted but have not ended. This module tracks them and ends them.
 
 A group is open from its first grant until its result is stored or it ends with a reason. Group ids
 are granted in order. So two values are enough: the first id that was never granted, and the lower
@@ -20,17 +20,18 @@ from echo.wire.actions import Action, Note
 
 @dataclass(frozen=True, slots=True)
 class AppendRecord(Action):
-    """Have the learner append `record` to the ledger before it sends the next messages."""
+    """Action: append `record` to the ledger before the learner sends its next messages."""
 
     record: Granted | Cancelled | Refused | Discarded
     worker_id: str = ""
     """The worker at which the group failed; empty if the group did not fail at a worker."""
     cause: str = ""
-    """The cause that this worker reports, followed by the traceback of the task's code, if any."""
+    """The cause that this worker reports. If the task's code raised an error, its traceback
+    follows."""
 
 
 class FinishedGroups:
-    """The ids of the groups that were accepted or ended, stored in little memory.
+    """The ids of all groups that were accepted or have ended. They take little memory.
 
     Groups finish nearly in order. So the set keeps a number below which all ids are finished, and
     the finished ids above this number.
@@ -54,7 +55,7 @@ class FinishedGroups:
 
 
 class OpenGroups:
-    """The granted groups that have not ended, with leases and partial rollouts."""
+    """The groups that were granted and have not ended, with their leases and partial rollouts."""
 
     def __init__(self, run: RunState, counters: Counters) -> None:
         self.leases = run.leases
@@ -64,8 +65,8 @@ class OpenGroups:
         self.finished = FinishedGroups(run.finished)
         self.shipped = ShippedPartials(counters)
         self.released: dict[int, str] = {}
-        """Id of a group that its holder has given up -> the worker for which the group is reserved.
-        """
+        """For the id of each group that its holder has given up, the worker for which the group is
+        reserved."""
         self._counters = counters
 
     def is_open(self, group_id: int) -> bool:
@@ -73,11 +74,11 @@ class OpenGroups:
         return 0 <= group_id < self.next_group_id and group_id not in self.finished
 
     def reach(self, group_id: int) -> None:
-        """Record that a group id is in use, so that new groups get higher ids."""
+        """Record that a group id is in use. New groups will get higher ids."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
 
     def close(self, group_id: int) -> None:
-        """End all leases of a group whose result is stored or no longer wanted."""
+        """End all leases of a group, because its result is stored or no longer wanted."""
         self.finished.add(group_id)
         self.leases.finish(group_id)
         self.shipped.discard(group_id)
@@ -85,7 +86,7 @@ class OpenGroups:
     def end(
         self, group_id: int, reason: str, *, worker_id: str = "", cause: str = ""
     ) -> list[Action]:
-        """End a group without a result; return the action that records the end.
+        """End a group without a result. Return the action that records this.
 
         Args:
             group_id: the id of the group.
@@ -99,12 +100,15 @@ class OpenGroups:
         return [AppendRecord(record, worker_id, cause)]
 
     def leave_out(self, group_id: int, fault: DataError) -> list[Action]:
-        """End a group whose prompt cannot be used; return its record and a warning."""
+        """End a group whose prompt cannot be used.
+
+        Return the action that records this, and a warning.
+        """
         note = Note("warning", f"group {group_id} is left out: {fault}")
         return [note, *self.end(group_id, "prompt_error")]
 
     def validate(self) -> None:
-        """Check that the book and the ids agree; for tests.
+        """For tests: check that the book and the ids agree.
 
         Raises:
             AssertionError: if the book and the ids disagree.

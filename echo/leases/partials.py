@@ -1,4 +1,4 @@
-"""Partial groups: unfinished groups that are kept, sent to the learner, and continued later.
+"""Partial groups are unfinished. They are kept, sent to the learner, and continued later.
 
 A **partial group** is a leased group while it is sampled. A worker keeps the partial group among
 its leases (`leases/worker/held.py`), and applies the staleness policy whenever the group enters an
@@ -69,29 +69,29 @@ class PartialRules:
     """The settings for unfinished rollouts."""
 
     over_submission: float = 1.0
-    """Ratio, at least 1, of the groups in the engine to the groups that a batch waits for."""
+    """Number of groups in the engine, divided by the number of groups that a batch waits for; at
+    least 1."""
     stale_tokens: StaleTokens = "keep"
     one_version: bool = False
     """Whether a single version samples each group. If so, an engine that holds one version gets
-    newer weights only after all its groups are finished.
-    """
+    newer weights only when all its groups are finished."""
     max_age: int = 1 << 30
-    """Largest age of a token, in steps, when its rollout is continued."""
+    """How old a token may be, in steps, when its rollout is continued."""
     ship_s: float | None = 30.0
-    """Seconds between two shipments of a group; if None, groups are shipped only when the worker
-    pauses or leaves.
-    """
+    """A group is sent to the learner at most once in this many seconds. If None, groups are sent
+    only when the worker pauses or leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreshPartials:
-    """The members to continue, with the numbers of their masked and dropped tokens."""
+    """The members of a group to continue, and how many of their tokens were masked or dropped."""
 
     members: list[PartialRollout]
     num_masked: int
     """Number of tokens that stay as context but will not be trained on."""
     num_dropped: int
-    """Number of lost tokens: their members were reset and will be sampled from the start."""
+    """Number of tokens that were lost, because their members were reset and will be sampled from
+    the start."""
 
 
 def apply_staleness_policy(
@@ -104,7 +104,7 @@ def apply_staleness_policy(
     lineages: Sequence[Lineage],
     only_version: PolicyVersion | None = None,
 ) -> FreshPartials:
-    """Return the members to continue, with old tokens kept, masked or dropped.
+    """Return the members to continue. Their old tokens are kept, masked or dropped.
 
     Args:
         members: the members of one group.
@@ -160,22 +160,21 @@ def _refresh_one(
 
 
 MAX_HELD_BYTES = 1 << 30
-"""Largest number of bytes of shipped rollouts that are kept: at nine bytes per token, 100 million
-tokens.
-"""
+"""Largest number of bytes of rollouts that the learner keeps for workers. At nine bytes per token,
+they have 100 million tokens."""
 _LIST_BYTES = 16
-"""Largest number of bytes by which a list with one frame is longer than the frame."""
+"""A list with one frame is at most this many bytes longer than the frame."""
 PARTIAL_COUNTS = (
     "interrupted", "resumed", "resumed_tokens", "masked_tokens", "wasted_tokens", "too_old_tokens",
     "age_sum", "shipped",
 )  # fmt: skip
-"""Names of the counts of unfinished rollouts that workers report."""
+"""Names of the counts that workers report about unfinished rollouts."""
 
 
 def _split(
     leases: Sequence[Lease], begun: Sequence[bytes]
 ) -> Iterator[tuple[tuple[Lease, ...], list[bytes]]]:
-    """Yield parts of the leases, with their members, that each fit into one message."""
+    """Divide the leases, with their members, into parts. Each part fits into one message."""
     start = num_bytes = 0
     for index, (lease, frame) in enumerate(zip(leases, begun, strict=True)):
         size = len(msgspec.msgpack.encode(lease)) + len(frame)
@@ -195,7 +194,10 @@ class _Kept:
 
 
 class ShippedPartials:
-    """The learner's copies of shipped rollouts by group, at most `max_bytes` in total."""
+    """The learner's copies of the rollouts that workers have sent, at most `max_bytes` in total.
+
+    There is one copy for each group.
+    """
 
     def __init__(self, counters: Counters, *, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -203,9 +205,8 @@ class ShippedPartials:
         self._counters = counters
         self._kept: dict[int, _Kept] = {}
         self._counted: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_WORKERS)
-        """Worker -> its counts that were already added to the counters. These are kept after a lost
-        link, because the worker continues to count from them.
-        """
+        """For each worker, those of its counts that were already added to the counters. They are
+        kept after a lost link, because the worker continues to count from them."""
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._kept
@@ -214,7 +215,7 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Store `frame`: the members of a group that an attempt has shipped.
+        """Store `frame`. It has the members of a group, as an attempt has sent them.
 
         If a newer attempt has shipped at least `num_tokens` tokens, nothing changes. If there is
         too little space, the members are dropped and counted.
@@ -237,7 +238,10 @@ class ShippedPartials:
             self.num_bytes -= len(kept.frame)
 
     def grants(self, leases: Sequence[Lease]) -> list[tuple[Grant, tuple[Frame, ...]]]:
-        """Return the messages that grant these leases, each with its shipped members."""
+        """Return the messages that grant these leases.
+
+        Each contains the stored members of its leases.
+        """
         kept = [self._kept.get(lease.group_id) for lease in leases]
         self._counters.add("partials/handed_over", len(kept) - kept.count(None))
         frames = [b"" if each is None else each.frame for each in kept]
@@ -247,7 +251,7 @@ class ShippedPartials:
         ]
 
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
-        """Add a worker's counts since its last heartbeat to the counters.
+        """Add to the counters what a worker has counted since its last heartbeat.
 
         Also set the worker's `num_waiting` from the heartbeat.
         """
@@ -272,29 +276,30 @@ class ShippedPartials:
 
 _HEADER_LENGTH_BYTES = 4
 _SAVED_BYTES_PER_TOKEN = 4 + 4 + 1
-"""Bytes per token in a worker's file: int32 id, float32 log-probability, one byte of mask."""
+"""Bytes that each token takes in a worker's file: int32 id, float32 log-probability, one byte of
+mask."""
 
 
 class MemberHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of a member without its arrays."""
+    """The fields of a group's member, without the arrays."""
 
     finish_reason: Word
     num_segments: Step
     spans: Annotated[tuple[tuple[Step, Step, NumTokens], ...], Meta(max_length=MAX_TOKENS)]
-    """(lineage, step, number of tokens) of each run of tokens that one version sampled."""
+    """For each run of tokens that one version sampled: (lineage, step, number of tokens)."""
     set_bytes: SetBytes = (0, 0)
-    """Bytes of the member's token sets (wire/token_sets.py)."""
+    """Bytes that the member's token sets take (wire/token_sets.py)."""
 
 
 class SavedPartialGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A partial group as stored in a worker's file."""
+    """A partial group in the form in which a worker's file stores it."""
 
     lease: Lease
     members: bytes
 
 
 class SavedPartialGroups(msgspec.Struct, frozen=True):
-    """The contents of a worker's file of partial groups."""
+    """What a worker's file of partial groups contains."""
 
     run_id: str
     partials: tuple[SavedPartialGroup, ...]
@@ -309,7 +314,7 @@ _file_decoder = msgspec.msgpack.Decoder(SavedPartialGroups)
 
 
 def encode_members(members: Sequence[PartialRollout]) -> bytes:
-    """Return the members of a group encoded as one frame.
+    """Encode the members of a group as one frame.
 
     The frame has the header, then ids, log-probs and mask of each member, then the token sets of
     each member.
@@ -326,12 +331,12 @@ def encode_members(members: Sequence[PartialRollout]) -> bytes:
 
 
 def encode_continuations(frames: Sequence[bytes]) -> bytes:
-    """Return the payload of a Grant: the encoded members of each lease, if any."""
+    """Return the payload of a Grant. It has the encoded members of each lease that has members."""
     return _encoder.encode(frames)
 
 
 def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
-    """Return each lease's members, if any, from the payload of a Grant.
+    """Decode the payload of a Grant. Return the members of each lease, if it has any.
 
     Raises:
         RemoteProtocolError: if the frame is malformed.
@@ -356,7 +361,7 @@ def _header_of(member: PartialRollout, blocks: tuple[bytes, bytes]) -> MemberHea
 
 
 def decode_members(frame: Frame) -> list[PartialRollout]:
-    """Decode the members of a partial group from a frame, with copies of the arrays.
+    """Decode the members of a partial group from a frame. Their arrays are copies.
 
     Raises:
         RemoteProtocolError: if sizes disagree or a field is out of range.
@@ -385,7 +390,7 @@ def decode_members(frame: Frame) -> list[PartialRollout]:
 
 
 def _checked_size(header: MemberHeader) -> int:
-    """Check a member's header; return the member's number of tokens."""
+    """Check the header of a member. Return how many tokens the member has."""
     size = sum(count for _, _, count in header.spans)
     if size > MAX_TOKENS:
         raise RemoteProtocolError(f"partial rollout of {size} tokens; at most {MAX_TOKENS}")
@@ -420,7 +425,7 @@ def _build_member(
 
 
 def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
-    """Return the content of a worker's file of partial groups."""
+    """Encode partial groups as the content of a worker's file."""
     saved = tuple(
         SavedPartialGroup(partial.lease, encode_members(partial.members)) for partial in partials
     )
@@ -428,7 +433,7 @@ def encode_groups(run_id: str, partials: Sequence[PartialGroup]) -> bytes:
 
 
 def decode_groups(data: Frame, *, run_id: str) -> list[PartialGroup]:
-    """Return the partial groups in a worker's file; [] if the file belongs to another run.
+    """Return the partial groups in a worker's file. Return [] if the file is from another run.
 
     Raises:
         RemoteProtocolError: if the file is damaged.

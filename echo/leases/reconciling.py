@@ -1,4 +1,4 @@
-"""Reconciliation of a worker's leases: the list in its heartbeat is compared with the book.
+"""Reconciles the leases of a worker: compares the list in its heartbeat with the book of leases.
 
 * If the worker should have a lease by now but does not list it, the lease is sent again.
 * If the worker no longer lists a lease that it was asked to give up, the lease ends. The group is
@@ -30,18 +30,18 @@ from echo.wire.messages import Heartbeat, Lease, LeaseState
 
 @dataclass(slots=True)
 class Differences:
-    """The differences between the book and a worker's list, to be sent to the worker."""
+    """How the book of leases and a worker's list differ. The worker is told the differences."""
 
     lost: list[Lease] = field(default_factory=list)
-    """Leases that the worker does not have; they are sent again."""
+    """Leases that the worker does not have. They are sent to it again."""
     unanswered: list[LeaseRecord] = field(default_factory=list)
-    """Leases that the worker was asked to give up and still has. The worker is asked again."""
+    """Leases that the worker was asked to give up but still has. It is asked again."""
     unwanted: list[tuple[int, int]] = field(default_factory=list)
-    """(group, attempt) of leases that the worker must drop."""
+    """Leases that the worker must drop, as (group, attempt)."""
 
 
 class Reconciling:
-    """Updates the book of leases from the lists in the workers' heartbeats."""
+    """Updates the book of leases according to the lists in the workers' heartbeats."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Reconciling:
     def reconcile(
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> Differences:
-        """Update the book from a worker's heartbeat; return the differences to send back.
+        """Update the book according to a worker's heartbeat. Return the differences for the worker.
 
         Args:
             worker: the worker; its `num_unknown` and `is_stuck` are updated.
@@ -108,7 +108,10 @@ class Reconciling:
     def _on_listed(
         self, record: LeaseRecord, state: LeaseState, has_progress: bool, now: float
     ) -> None:
-        """Renew a lease if its worker makes progress on its group or on an earlier group."""
+        """Handle a lease that its worker lists. If the worker makes progress, renew the lease.
+
+        Progress on an earlier group also counts.
+        """
         record.is_confirmed = True
         self._finish_times.on_lease_state(record, state, now=now)
         is_idle = state.num_tokens <= 0 or state.is_waiting
@@ -133,7 +136,10 @@ class Reconciling:
         return self._lease_of(record) if is_usable else None
 
     def _lease_of(self, record: LeaseRecord) -> Lease:
-        """Return the lease as it was sent; a copied lease has the original's seed."""
+        """Return a lease as it was sent.
+
+        If the lease copies another lease, it has the same seed.
+        """
         lease = self._prompts.lease(record.group_id, record.attempt)
         origin = record.attempt if record.copy_of is None else record.copy_of
         seed = self._prompts.lease(record.group_id, origin).seed
@@ -142,7 +148,7 @@ class Reconciling:
     def _enter(
         self, worker: LeasedWorker, listed: Mapping[tuple[int, int], LeaseState], now: float
     ) -> list[tuple[int, int]]:
-        """Add to the book the leases that only the worker lists, except unwanted leases.
+        """Add to the book the leases that only the worker lists. Unwanted leases are not added.
 
         Return the (group id, attempt) of each unwanted lease.
         """

@@ -1,4 +1,4 @@
-"""Results of workers: whether a delivered group is accepted, and how a failed group ends.
+"""Decides whether a group that a worker delivers is accepted, and how a failed group ends.
 
 `leases/groups.py` has the states of a group.
 
@@ -41,20 +41,19 @@ from echo.wire.messages import (
 )
 
 MAX_FATAL = 3
-"""A group ends once this number of engines have become unusable while they sampled the group."""
+"""If this many engines have become unusable while they sampled the same group, the group ends."""
 MAX_CAUSE_LENGTH = 2600
-"""Number of characters that are kept from the end of a worker's reported cause (a sentence and a
-traceback).
-"""
+"""A worker reports a cause, which is a sentence and a traceback. This many characters are kept from
+its end."""
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
-"""Reasons for a refusal that are not the worker's fault: the result was valid when it was sampled.
-"""
+"""Reasons for which a result is refused without any fault of the worker. Such a result was valid
+when it was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup(Action):
-    """Have the learner write `group` to the disk; GroupStored or GroupDiscarded follows."""
+    """Action: write `group` to the disk. GroupStored or GroupDiscarded follows."""
 
     group: Group
     header: Frame
@@ -63,21 +62,21 @@ class StoreGroup(Action):
 
 @dataclass(frozen=True, slots=True)
 class GroupStored:
-    """Event: a useful group is in the ledger and in the buffer."""
+    """Event: a useful group is now in the ledger and in the buffer."""
 
     group_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDiscarded:
-    """Event: a delivered group has ended for `reason` and will not be trained on."""
+    """Event: a delivered group has ended and will not be trained on. `reason` says why."""
 
     group_id: int
     reason: str
 
 
 class Results:
-    """Accepts or refuses workers' results, and ends groups."""
+    """Accepts or refuses the results that workers deliver, and ends groups."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Results:
         *,
         now: float,
     ) -> list[Action]:
-        """Handle a worker's message about a group.
+        """Handle a message about a group that a worker has sent.
 
         Raises:
             RemoteProtocolError: if the message lacks its payload, or has a partial rollout that
@@ -186,7 +185,7 @@ class Results:
     def _without_prompt(
         self, node_id: str, message: Deliver, fault: DataError | PromptPendingError
     ) -> list[Action]:
-        """Handle a delivered group without a usable prompt.
+        """Handle a delivered group for which no prompt can be used at present.
 
         If the prompt is still being made, the worker gets no acknowledgement, so it delivers the
         group again. Otherwise the group ends.
@@ -215,7 +214,7 @@ class Results:
         )
 
     def _may_end(self, node_id: str, message: Deliver | Failed) -> bool:
-        """Return whether a worker may end a group.
+        """Return whether a message from this worker may end the group.
 
         If the group is open, the attempt must have been granted to this worker. If the group has
         ended, the result is always true.
@@ -225,7 +224,7 @@ class Results:
         return is_theirs or not self._groups.is_open(message.group_id)
 
     def _disown(self, node_id: str, message: Deliver | Failed, now: float) -> list[Action]:
-        """Refuse a message about an attempt that was not granted to its sender."""
+        """Refuse a message about an attempt, because the attempt was not granted to its sender."""
         self._counters.add("refused/not_leased")
         text = f"{node_id} was not granted attempt {message.attempt} of group {message.group_id}"
         notes = self._peer_faults.note(node_id, "not_leased", text, now=now)
@@ -234,7 +233,7 @@ class Results:
     def _refuse(
         self, node_id: str, message: Deliver, reason: str, now: float, *, num_trained: int = 0
     ) -> list[Action]:
-        """Refuse a result: send the reason to its worker, and free the group.
+        """Refuse a result: tell its worker the reason, and end the lease of the group.
 
         `num_trained` is the number of tokens that would have been trained.
         """
@@ -253,7 +252,7 @@ class Results:
         return [*records, *self._ack(node_id, message, "refused", reason)]
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        """Acknowledge a stored group, end its other leases, and count it for its worker.
+        """Acknowledge a stored group, end its other leases, and count the group for its worker.
 
         `is_useful` is whether something can be learned from the group.
         """
@@ -272,10 +271,10 @@ class Results:
     # --- partial rollouts ------------------------------------------------------------------------
 
     def on_partial(self, node_id: str, message: Partial, payload: list[Frame]) -> list[Action]:
-        """Store a worker's unfinished rollouts of a group for the group's next worker.
+        """Store the unfinished rollouts that a worker has sent.
 
-        If the worker holds no lease of the group, the rollouts are dropped. Such rollouts may be
-        late or invented.
+        The group's next worker will get them. If the worker holds no lease of the group, the
+        rollouts are dropped. Such rollouts may be late or invented.
 
         Raises:
             RemoteProtocolError: if the message is malformed or cannot have been sampled.
@@ -297,7 +296,7 @@ class Results:
     # --- failures --------------------------------------------------------------------------------
 
     def on_failed(self, node_id: str, message: Failed, *, now: float) -> list[Action]:
-        """Grant a failed group again, or end the group.
+        """Handle a group that has failed: grant it again, or end it.
 
         The group ends if no other worker can be expected to sample the group.
         """
@@ -329,7 +328,10 @@ class Results:
         ]
 
     def _on_given_back(self, node_id: str, message: Failed, now: float) -> list[Action]:
-        """End the lease of a group that other workers may be able to sample. Log a warning."""
+        """End a worker's lease of a group that other workers may be able to sample.
+
+        Log a warning.
+        """
         self._groups.leases.give_back(message.group_id, message.attempt, node_id)
         self._counters.add("leases_given_back")
         acks = self._ack(node_id, message, "duplicate")
@@ -350,7 +352,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """End these leases, record each end, and send the holders an Ack, so that they stop."""
+        """End these leases and record that they ended. Tell their holders, so that they stop."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id
@@ -366,7 +368,7 @@ class Results:
 
 
 def _printable(text: str) -> str:
-    """Return a text's last MAX_CAUSE_LENGTH characters, with "?" for control characters."""
+    """Return the last MAX_CAUSE_LENGTH characters of a text. "?" replaces control characters."""
     return "".join(
         char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
     )

@@ -1,4 +1,4 @@
-"""Inputs of the lease scheduler: settings, the run's state, prompts, accepted groups."""
+"""Defines the inputs of the lease scheduler: settings, run state, prompts, accepted groups."""
 
 from __future__ import annotations
 
@@ -14,78 +14,77 @@ from echo.wire.messages import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
-    """Settings of the scheduler: the requirements on groups, and the bounds on their number."""
+    """The settings of the scheduler: what groups must satisfy, and how many there may be."""
 
     max_staleness: int
     groups_per_step: int
     group_size: int
     max_completion_tokens: int
-    """Largest number of completion tokens in a chain of a rollout, masked tokens included."""
+    """Largest number of completion tokens in a chain of a rollout. Masked tokens count, too."""
     vocab_size: int
     heartbeat_s: float
     max_zero_signal_groups: int
-    """The run ends when nothing can be learned from this number of groups in a row."""
+    """If the learner can learn nothing from this many groups in a row, the run ends."""
     prompts_are_free: bool = False
-    """Whether a rollout's prompt may differ from its lease's prompt, as with agents."""
+    """Whether a rollout's prompt may differ from the prompt in its lease, as with agents."""
     max_tree_tokens: int | None = None
-    """Largest number of completion tokens in all chains of a rollout together; None if rollouts
-    have one chain.
-    """
+    """Largest number of completion tokens that all chains of a rollout have together; None if
+    rollouts have one chain."""
     trims_stale: bool = False
-    """Whether tokens beyond the staleness bound are masked; if not, a group with such tokens is
-    refused.
-    """
+    """Whether tokens beyond the staleness bound are masked. If not, groups with such tokens are
+    refused."""
     hedge_factor: float | None = None
-    """A group is copied if the lease should take at least this number of times as long as the copy
-    (`leases/grants/dispatch.py`). If None, groups are copied only because of their age.
-    """
+    """A group is copied if its lease should take at least this many times as long as the copy
+    (`leases/grants/dispatch.py`). If None, groups are copied only because their leases are old."""
     is_eager: bool = False
-    """Whether groups are granted as early as admission allows, instead of just in time."""
+    """Whether groups are granted as early as admission allows. Otherwise they are granted just in
+    time."""
     exact_version: bool = False
-    """Whether a single version must have sampled each group."""
+    """Whether each group must have been sampled by a single version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """The state of a run when its learner starts."""
+    """The state that a run has when its learner starts."""
 
     leases: LeaseBook
-    """The leases that workers hold according to the ledger, after a restart."""
+    """After a restart, the leases that workers hold according to the ledger."""
     lineages: tuple[Lineage, ...]
-    """The run's lineages so far, the present one last; each resume begins a lineage."""
+    """The run's lineages so far. The last is the present lineage. Each resume begins a lineage."""
     step: int = 0
-    """Number of optimizer steps done."""
+    """Number of optimizer steps that the run has made."""
     next_group_id: int = 0
     """The lowest group id that was never granted."""
     finished: Iterable[int] = ()
-    """Ids below `next_group_id` of groups that are accepted or ended."""
+    """Ids of groups that were accepted or have ended. All are below `next_group_id`."""
 
 
 class AcceptedGroups(Protocol):
-    """The scheduler's view of the groups that are accepted and not yet trained on."""
+    """The groups that are accepted but not yet trained on, as the scheduler sees them."""
 
     num_trimmed_tokens: int
-    """Number of tokens that the buffer has masked because of their age."""
+    """Number of tokens that the buffer has masked because they were too old."""
 
     admission_staleness: int
-    """Bound on staleness for new leases, in steps; at most the bound on groups to train on."""
+    """The staleness bound for new leases, in steps. It is at most the bound for groups to train
+    on."""
 
     def __len__(self) -> int:
         """Return the number of groups that wait to be trained on."""
 
     def num_unspent(self, *, step: int) -> int:
-        """Return how many accepted groups the first `step` steps have not used."""
+        """Return how many accepted groups were not used by the first `step` steps."""
 
 
 class PromptPendingError(EchoError):
-    """The prompt is still being made. When the prompt is ready, a round of grants starts."""
+    """The prompt is still being made. Once it is ready, a round of grants starts."""
 
 
 class Prompts(Protocol):
-    """The prompts of a run, in the form of leases."""
+    """The prompts of a run. They are returned as leases."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
-        """Return the lease of an attempt at a group.
+        """Return the lease for an attempt at a group.
 
         A group id always has the same prompt.
 
@@ -97,7 +96,7 @@ class Prompts(Protocol):
 
 
 def find_prompt_fault(prompts: Prompts, group_id: int) -> DataError | PromptPendingError | None:
-    """Return the error that makes a group's prompt unavailable, or None.
+    """Return the error because of which a group's prompt is unavailable. None: it is available.
 
     The prompt of an open group may be missing, for example after a restart.
     """

@@ -1,4 +1,4 @@
-"""Scheduler of leases: makes rounds of grants, and answers heartbeats.
+"""Schedules leases: makes rounds of grants, and answers heartbeats.
 
 These parts decide, and the scheduler carries out their decisions:
 
@@ -40,19 +40,21 @@ from echo.wire.actions import Action, PeerFaults, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
-"""Least time between two rounds of grants in a large fleet, in seconds per node.
+"""In a large fleet, two rounds of grants are at least this many seconds per node apart.
 
 With 1000 nodes the time is 0.3 s. Between two rounds the workers sample the groups in their queues.
 """
 
 WaitReason = Literal["", "outdated", "no_worker", "no_weights", "no_agent", "busy"]
-"""The reason why no worker can be granted a group for the next batch. The reason is "" if a worker
-can be granted a group, or if the batch needs no further group.
-"""
+"""The reason why no worker can be granted a group for the next batch. It is "" if a worker can be
+granted a group, or if the batch needs no further group."""
 
 
 class Scheduler:
-    """Grants leases up to what admission and the workers' capacities allow; tracks the leases."""
+    """Grants and tracks leases.
+
+    It grants as many as admission and the workers' capacities allow.
+    """
 
     def __init__(
         self,
@@ -92,9 +94,8 @@ class Scheduler:
             step=run.step,
         )
         self.prompt_fault: DataError | None = None
-        """The error that makes all prompts unusable, so that no group is granted; None without
-        error.
-        """
+        """The error because of which no prompt can be used, so that no group is granted; None
+        without such an error."""
         self._forecasts = Forecasts(
             self.groups.leases, self.finish_times, max_age_s=settings.heartbeat_s
         )
@@ -120,7 +121,7 @@ class Scheduler:
 
     @property
     def quota(self) -> Quota:
-        """The number of groups that are promised now, and the limits on further grants."""
+        """How many groups are promised now, and how many more may be granted."""
         groups = self.groups
         return Quota(
             lineages=groups.lineages,
@@ -134,7 +135,7 @@ class Scheduler:
     def wait_reason(
         self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
     ) -> WaitReason:
-        """Return why no group of the next batch can be granted, or ""."""
+        """Return why no group of the next batch can be granted. Return "" if one can."""
         quota = self.quota
         if quota.num_running or quota.is_batch_complete:
             return ""
@@ -158,7 +159,7 @@ class Scheduler:
     def usable(
         self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
     ) -> tuple[frozenset[PolicyVersion], bool]:
-        """Return the installed versions that may sample a further group now.
+        """Return the installed versions with which a further group may be sampled now.
 
         The second result is whether the newest version is excluded, too.
         """
@@ -171,11 +172,11 @@ class Scheduler:
     # --- rounds of grants ------------------------------------------------------------------------
 
     def grant(self, workers: Sequence[LeasedWorker], *, now: float) -> list[Action]:
-        """Make a round of grants; return the actions that record and send the grants."""
+        """Make a round of grants. Return the actions that record the grants and send them."""
         return self._apply(self._decide(workers, now), now)
 
     def _decide(self, workers: Sequence[LeasedWorker], now: float) -> Decisions:
-        """Return the decisions of a round, without changing a group or a lease."""
+        """Make the decisions of a round. Groups and leases are not changed."""
         quota = self.quota
         occupancy = Occupancy(
             workers,
@@ -239,16 +240,16 @@ class Scheduler:
         return actions + self._reclaim(decided.requests)
 
     def begin_step(self, *, waited_s: float, now: float) -> None:
-        """Record that the learner has taken a batch, for which it waited `waited_s` seconds."""
+        """Record that the learner has taken a batch. It waited `waited_s` seconds for the batch."""
         self.just_in_time.begin_step(waited_s=waited_s, now=now)
 
     def end_step(self, step: int, *, now: float) -> None:
-        """Record that an optimizer step has ended; `step` is the number of steps done."""
+        """Record that an optimizer step has ended. `step` is the number of steps made so far."""
         self.groups.step = step
         self.just_in_time.end_step(step, now=now)
 
     def stored(self, group_id: int, *, is_useful: bool, now: float) -> list[Action]:
-        """Acknowledge a group that is now in the ledger, or that has ended as useless."""
+        """Acknowledge a group, because it is now in the ledger or has ended as useless."""
         self.just_in_time.stored(is_useful=is_useful)
         return self.results.stored(group_id, is_useful=is_useful, now=now)
 
@@ -257,7 +258,9 @@ class Scheduler:
     def on_heartbeat(
         self, worker: LeasedWorker, message: Heartbeat, *, has_progress: bool, now: float
     ) -> list[Action]:
-        """Compare a worker's list of leases with the book; return the messages to the worker.
+        """Compare a worker's list of leases with the book.
+
+        Return the messages that the worker gets.
 
         Args:
             worker: the worker; its state is updated.

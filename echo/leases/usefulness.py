@@ -1,4 +1,4 @@
-"""Usefulness of workers: which workers deliver groups that training can learn from.
+"""Decides which workers deliver groups from which the learner can learn something.
 
 The learner grants prompts without regard to the worker. So a useful group comes from an honest
 worker with a probability equal to that worker's share of all delivered groups. A broken or
@@ -30,40 +30,44 @@ from echo.core.units import format_duration
 from echo.leases.book import MAX_WORKERS
 
 EXPECTED = 20.0
-"""A worker may be set aside when it has this number of credited useful groups."""
+"""A worker may be set aside only when it is credited with this many useful groups."""
 LEAST_SHARE = 0.1
-"""A worker is set aside if its useful groups are at most this share of its credited groups."""
+"""A worker is set aside if it delivered at most this share of the useful groups that it is credited
+with."""
 AWAY_S = 600.0
-"""Seconds for which a worker is set aside."""
+"""Number of seconds for which a worker is set aside."""
 ALONE_S = 60.0
-"""If no other worker could sample for this number of seconds, no worker stays set aside."""
+"""If no other worker could sample for this many seconds, no worker stays set aside."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """A worker's useful groups: the number credited and the number delivered."""
+    """How many useful groups a worker is credited with, and how many it has delivered."""
 
     expected: float = 0.0
     useful: float = 0.0
 
 
 class Usefulness:
-    """Counts useful groups per worker, and decides which workers are set aside."""
+    """Counts the useful groups of each worker, and decides which workers are set aside."""
 
     def __init__(self, *, max_zero_signal_groups: int, groups_per_step: int) -> None:
-        """Start without groups; `max_zero_signal_groups` useless groups in a row end the run."""
+        """Start without groups.
+
+        The run ends after `max_zero_signal_groups` useless groups in a row.
+        """
         self._max_zero_signal_groups = max_zero_signal_groups
         self._quorum = max(1, min(groups_per_step, max_zero_signal_groups // 2))
         self._records: RecentMap[str, _Record] = RecentMap(max_entries=MAX_WORKERS)
         self._since_useful: dict[str, int] = {}
-        """Worker -> number of its groups since the last useful group of the fleet."""
+        """For each worker, how many groups it has delivered since the fleet's last useful group."""
         self._num_void = 0
-        """Number of groups since the last useful group from workers that were set aside."""
+        """How many groups workers that were set aside have delivered since the last useful
+        group."""
         self._away_until: dict[str, float] = {}
         self._dominant: str | None = None
         """The worker that made nearly all groups since the last useful group. It is set aside until
-        other workers have delivered.
-        """
+        other workers have delivered groups."""
         self._has_asked = False
         """Whether the dominant worker was admitted again since the last useful group, because no
         other worker could sample for ALONE_S.
@@ -72,7 +76,7 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful group that do not count towards the run's end.
+        """Number of groups since the last useful group that do not bring the end of the run closer.
 
         The run ends after `max_zero_signal_groups` counted groups without a useful group.
         """
@@ -80,7 +84,7 @@ class Usefulness:
         return self._num_void + dominant
 
     def is_set_aside(self, worker_id: str) -> bool:
-        """Return whether a worker is set aside, so that it gets no groups."""
+        """Return whether a worker is set aside. Such a worker gets no groups."""
         return worker_id == self._dominant or worker_id in self._away_until
 
     def delivered(self, worker_id: str, *, is_useful: bool, now: float) -> list[str]:
@@ -121,7 +125,7 @@ class Usefulness:
         )
 
     def exclude(self, worker_id: str, why: str, *, now: float) -> str:
-        """Set a worker aside for the reason `why`; return a message for the operator."""
+        """Set a worker aside for the reason `why`. Return a message that informs the operator."""
         self._away_until[worker_id] = now + AWAY_S
         self._records.discard(worker_id)
         return (
@@ -139,7 +143,7 @@ class Usefulness:
         )
 
     def review(self, workers: Mapping[str, bool], *, now: float) -> list[str]:
-        """Decide which workers are set aside; return the messages for the operator.
+        """Decide which workers are set aside. Return the messages that inform the operator.
 
         Args:
             workers: name of a worker -> whether the worker can sample now.
@@ -172,7 +176,7 @@ class Usefulness:
         return texts
 
     def _find_dominant(self, others: Collection[str]) -> str | None:
-        """Set a worker aside if it made nearly all groups since the last useful group.
+        """If a worker made nearly all groups since the last useful group, set it aside.
 
         Return a message for the operator; None if no worker was set aside.
         """

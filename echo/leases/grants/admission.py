@@ -1,4 +1,4 @@
-"""Admission of groups: how many groups may be promised to future batches.
+"""Admission decides how many groups may be promised to future batches.
 
 A lease is granted to a worker with installed step w while
 
@@ -22,11 +22,12 @@ from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.leases.book import LeasedWorker
 
 Bounds = Mapping[PolicyVersion | None, int]
-"""Installed version -> the limit on promised groups for its workers (`Quota.limit`)."""
+"""For each installed version, how many groups may be promised before its workers get no more
+(`Quota.limit`)."""
 
 
 def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: int) -> int:
-    """Return the number of groups in all batches that may train on samples of a version.
+    """Return the number of groups in all batches that may train on what a version samples.
 
     A worker with this version may be granted a group while fewer groups than this number are
     consumed, buffered or running.
@@ -42,7 +43,7 @@ def most_promised(*, max_staleness: int, installed_step: int, groups_per_step: i
 
 
 def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) -> int:
-    """Return the step of the oldest version that may sample the next group.
+    """Return the step of the oldest version with which the next group may be sampled.
 
     This is the lowest step for which `most_promised` exceeds `num_promised`, the number of groups
     consumed, buffered or running.
@@ -53,7 +54,7 @@ def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) 
 def oldest_version(
     lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
 ) -> PolicyVersion | None:
-    """Return the oldest version that may sample the next group, or None.
+    """Return the oldest version with which the next group may be sampled. None: there is none.
 
     The version's step is `oldest_step`. Versions that a resume has abandoned are left out.
     """
@@ -66,32 +67,32 @@ def oldest_version(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """The number of promised groups at one instant, and the limits on further grants."""
+    """How many groups are promised at one instant, and how many more may be granted."""
 
     lineages: Sequence[Lineage]
     step: int
-    """Number of optimizer steps done."""
+    """Number of optimizer steps that the learner has made."""
     groups_per_step: int
     max_staleness: int
-    """Bound on the staleness of groups that are granted now, in steps."""
+    """How stale groups that are granted now may become, in steps."""
     num_unspent: int
-    """Number of accepted groups that no finished step has used."""
+    """Number of accepted groups that were not yet used by a finished step."""
     num_running: int
-    """Number of groups that are leased or being stored."""
+    """Number of groups that are leased, or whose result is being stored."""
 
     @property
     def num_promised(self) -> int:
-        """Number of promised groups: consumed, accepted or running."""
+        """Number of promised groups. They are the consumed, the accepted and the running groups."""
         return self.step * self.groups_per_step + self.num_unspent + self.num_running
 
     @property
     def is_batch_complete(self) -> bool:
-        """Whether enough groups are accepted for the next batch."""
+        """Whether the next batch has enough accepted groups."""
         return self.num_unspent >= self.groups_per_step
 
     @property
     def is_batch_waiting(self) -> bool:
-        """Whether the next batch waits for running groups."""
+        """Whether the next batch still needs groups, and some are running."""
         return self.num_running > 0 and not self.is_batch_complete
 
     def is_closed(self, newest: PolicyVersion | None) -> bool:
@@ -104,9 +105,10 @@ class Quota:
         return self.num_promised >= self.limit(step) and not self.is_batch_waiting
 
     def limit(self, installed_step: int) -> int:
-        """Return the limit on promised groups for workers with the weights of `installed_step`.
+        """Return how many groups may be promised before workers of a version get no more groups.
 
-        Once this number of groups is promised, these workers are granted no further group.
+        The version's step is `installed_step`. Once this number of groups is promised, these
+        workers are granted no further group.
         """
         return most_promised(
             max_staleness=self.max_staleness,
@@ -115,7 +117,7 @@ class Quota:
         )
 
     def bounds(self, workers: Iterable[LeasedWorker]) -> Bounds:
-        """Return the limit for each version that a worker has installed.
+        """Return the limit that applies to each version that a worker has installed.
 
         Versions that a resume has abandoned are left out.
         """
@@ -123,7 +125,7 @@ class Quota:
         return {v: self.limit(v.step) for v in versions if is_surviving(v, self.lineages)}
 
     def oldest_version(self, num_promised: int) -> PolicyVersion | None:
-        """Return the oldest version that may sample a group granted after `num_promised` groups."""
+        """Return the oldest version that may sample the group after `num_promised` groups."""
         return oldest_version(
             self.lineages,
             max_staleness=self.max_staleness,

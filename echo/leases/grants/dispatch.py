@@ -1,4 +1,4 @@
-"""Dispatch of groups to workers: which worker gets a new, a moved or a copied group.
+"""Dispatch decides which worker gets a group, whether the group is new, moved or copied.
 
 The three decisions use the estimates of `leases/grants/finish_times.py`:
 
@@ -37,7 +37,7 @@ from echo.leases.groups import LeaseRecord
 
 
 FULL_SLOWDOWN = 2.0
-"""Factor by which a group takes longer in a full engine than in an empty engine.
+"""In a full engine, a group takes this many times as long as in an empty engine.
 
 The value is an assumption, because the learner rarely sees an engine at more than one load. With a
 higher value, groups go to workers with fewer groups, even if these workers become free later.
@@ -45,7 +45,7 @@ higher value, groups go to workers with fewer groups, even if these workers beco
 
 
 def slowdown(num_groups: float, num_places: int) -> float:
-    """Return how much longer a group takes in a shared engine than alone, as a factor.
+    """Return the factor by which a group takes longer in a shared engine than alone.
 
     The engine samples `num_groups` groups, and has places for `num_places` groups.
     """
@@ -54,32 +54,32 @@ def slowdown(num_groups: float, num_places: int) -> float:
 
 @dataclass(slots=True)
 class Load:
-    """The load of a worker, including the groups that the round has placed on it."""
+    """How busy a worker is. The groups that the present round has given to it count, too."""
 
     node_id: str
     capacity: int
     """Number of groups that the worker can hold."""
     num_held: int
     most_promised: int
-    """Limit on the number of promised groups: at this number the worker gets no further group.
+    """When this many groups are promised, the worker gets no further group.
 
     The limit is for the worker's present version.
     """
     most_soon: int
-    """Limit on the number of promised groups for the version that the worker should install soon.
-    """
+    """The value that `most_promised` will have with the version that the worker should install
+    soon."""
     group_s: float = 1.0
     """Seconds that one group takes alone in the worker's engine."""
     trial_s: float = 1.0
-    """The value that replaces `group_s` while the worker has no lease. Idle time decreases this
-    value.
-    """
+    """Replaces `group_s` while the worker has no lease. The longer the worker is idle, the smaller
+    this value is."""
     free_at: list[float] = field(default_factory=lambda: [0.0])
-    """For each place in the worker's engine, the time at which the place is free; a heap."""
+    """For each place in the worker's engine, the time at which it becomes free. The list is a
+    heap."""
 
     @property
     def has_space(self) -> bool:
-        """Whether the worker can hold another group."""
+        """Whether the worker can hold one more group."""
         return self.num_held < self.capacity
 
     @property
@@ -94,7 +94,7 @@ class Load:
 
     @property
     def finish_at(self) -> float:
-        """Time at which the worker should finish a group that is granted now."""
+        """Time at which the worker should finish a group that it is granted now."""
         group_s = self.group_s if self.num_held else self.trial_s
         return self.free_at[0] + group_s * slowdown(self.num_held + 1, len(self.free_at))
 
@@ -104,13 +104,13 @@ class Load:
         return self.group_s * FULL_SLOWDOWN
 
     def add(self) -> None:
-        """Place one more group on the worker."""
+        """Count one more group as given to the worker."""
         heapq.heapreplace(self.free_at, self.finish_at)
         self.num_held += 1
 
 
 def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
-    """Place each group on the worker that should finish the group first.
+    """Give each group to the worker that should finish it first.
 
     Return the workers in the order of the groups.
 
@@ -161,13 +161,14 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 
 
 RELEASE_BEATS = 4
-"""Number of heartbeats after which a request to give up a lease counts as ignored."""
+"""If a worker ignores a request to give up a lease for this many heartbeats, the request has
+failed."""
 
 
 def moves(
     waiting: Sequence[RunningGroup], helpers: Sequence[Load], *, least_gain_s: float
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to move, each with the worker that gets its group.
+    """Choose the leases to move. Return each with the worker that gets its group.
 
     Args:
         waiting: groups that have not begun, each with its predicted finish at its holder.
@@ -190,7 +191,7 @@ def moves(
 
 @dataclass(slots=True)
 class Newcomer:
-    """A worker that may take over leases before the run's first group is finished."""
+    """A worker that may take over leases from others, before the run's first group is finished."""
 
     node_id: str
     num_held: int
@@ -201,7 +202,7 @@ class Newcomer:
 def even_out(
     held: Mapping[str, Sequence[LeaseRecord]], newcomers: Sequence[Newcomer]
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to move so that all workers hold the same number of leases.
+    """Choose the leases to move, so that all workers hold about the same number of leases.
 
     Each lease is returned with its new worker.
 
@@ -240,9 +241,10 @@ def even_out(
 
 
 AGE_FACTOR = 4.0
-"""A lease may be copied once its age is AGE_FACTOR x `factor` times a group's usual duration."""
+"""A group may be copied when its lease is old enough. It must be AGE_FACTOR x `factor` times as old
+as a group usually takes."""
 USUAL_FACTOR = 2.0
-"""The `factor` that the rule for age uses if hedging is off."""
+"""The `factor` that AGE_FACTOR is multiplied by if hedging is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,20 +255,24 @@ class RunningGroup:
     done_at: float
     """Predicted time at which the group is finished."""
     num_tokens: float
-    """Predicted final length of the group's longest completion, tokens."""
+    """Predicted number of tokens of the group's longest completion when the group is finished."""
 
 
 @dataclass(slots=True)
 class Helper:
-    """An idle worker with a free place, to which admission allows no new group."""
+    """An idle worker that may copy groups.
+
+    It has a free place, but admission allows it no new group.
+    """
 
     node_id: str
     speed: float | None
-    """Tokens per second of one group; None if the worker has made no group."""
+    """Tokens per second that one group gets; None if the worker has made no group."""
     num_places: int
     """Number of groups that the worker can begin now."""
     group_s: float = math.inf
-    """Usual seconds of a group on this worker; on all workers if this worker has made no group."""
+    """Seconds that a group usually takes on this worker. If it has made no group, the seconds on
+    all workers."""
 
 
 def hedges(
@@ -277,7 +283,7 @@ def hedges(
     factor: float | None,
     now: float,
 ) -> list[tuple[LeaseRecord, str]]:
-    """Return the leases to copy, each with the worker that gets the copy.
+    """Choose the leases to copy. Return each with the worker that gets the copy.
 
     Args:
         groups: running groups, each with its newest lease.

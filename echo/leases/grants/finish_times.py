@@ -1,4 +1,4 @@
-"""Finish times: when workers should finish their groups, predicted from lengths and speeds.
+"""Predicts when workers should finish their groups. Group lengths and worker speeds decide.
 
 The length of a group is the number of tokens of its longest completion, because that completion
 ends last. The speed of a worker is this length divided by the seconds from a group's start to its
@@ -36,46 +36,48 @@ from echo.leases.groups import LeaseRecord
 from echo.wire.messages import LeaseState
 
 MAX_LENGTHS = 256
-"""Number of newest groups whose lengths are remembered."""
+"""Number of groups whose lengths are remembered. The newest are kept."""
 
 MAX_TIMES = 64
-"""Number of newest groups whose durations are remembered."""
+"""Number of groups whose durations are remembered. The newest are kept."""
 
 MAX_VERSIONS = 16
-"""Number of newest versions whose first installation is remembered."""
+"""Number of versions whose first installation is remembered. The newest are kept."""
 
 MEMORY = 0.8
-"""When a group is measured, the sums over the earlier groups are multiplied by this factor."""
+"""When a group is measured, the sums over a worker's earlier groups are multiplied by this
+factor."""
 
 MAX_SPEED = 1e6
-"""Highest speed of one completion, tokens per second. Higher reported speeds are cut to this value.
-"""
+"""Highest speed of one completion that is believed, tokens per second. Higher reported speeds are
+cut to this value."""
 
 EQUAL_SPEED = 0.8
-"""Share of the fastest worker's speed above which a worker counts as equally fast. The share is
-used until the first group is made, because speeds from heartbeats are not more accurate.
-"""
+"""A worker counts as equally fast if it has at least this share of the fastest worker's speed. The
+share is used until the first group is made, because speeds from heartbeats are not more
+accurate."""
 
 SLOWEST = 1 / 64
-"""Least estimated rate of a running group's longest completion, as a share of its worker's speed.
-"""
+"""The estimated rate of a running group's longest completion is at least this share of its worker's
+speed."""
 
 RETRY_GROUPS = 4.0
-"""Idle time, in durations of a group, after which a worker's speed estimate doubles."""
+"""While a worker is idle for as long as this many groups would take, its speed estimate doubles."""
 
 
 class LengthHistory:
-    """The lengths of the last accepted groups."""
+    """The lengths of the groups that were accepted last."""
 
     def __init__(self, *, max_tokens: int) -> None:
-        """Start without lengths; no group is longer than `max_tokens`."""
+        """Start without lengths. No group will be longer than `max_tokens`."""
         self._max_tokens = max_tokens
         self._newest: deque[int] = deque()
         self._sorted: list[int] = []
         self._sums: list[int] = [0]
-        """Sum of the k shortest lengths, for each k."""
+        """For each k, the sum of the k shortest lengths."""
         self.mean = self.rest(0.0)
-        """The expected length of a group; half of the maximum while no length is known."""
+        """The length that a group is expected to have. While no length is known, it is half of the
+        maximum."""
 
     @property
     def num_known(self) -> int:
@@ -83,7 +85,10 @@ class LengthHistory:
         return len(self._newest)
 
     def add(self, num_tokens: int) -> None:
-        """Add the length of a group; beyond MAX_LENGTHS drop the oldest length."""
+        """Add the length of a group.
+
+        If there are more than MAX_LENGTHS lengths, drop the oldest.
+        """
         if len(self._newest) == MAX_LENGTHS:
             self._sorted.remove(self._newest.popleft())
         self._newest.append(num_tokens)
@@ -92,7 +97,7 @@ class LengthHistory:
         self.mean = self.rest(0.0)
 
     def rest(self, num_tokens: float) -> float:
-        """Return the expected number of further tokens of a group with `num_tokens` tokens."""
+        """A group has `num_tokens` tokens so far. Return how many more it is expected to get."""
         if not self._sorted:
             return max(1.0, (self._max_tokens - num_tokens) / 2)
         first = bisect_right(self._sorted, num_tokens)
@@ -104,41 +109,46 @@ class LengthHistory:
 
 @dataclass(slots=True)
 class Speed:
-    """The measured speed of one worker."""
+    """How fast one worker is, according to measurements."""
 
     tokens: float = 0.0
     seconds: float = 0.0
-    """`tokens` and `seconds` are sums over the worker's groups; older groups have lower weights."""
+    """`tokens` and `seconds` are sums over the worker's groups. Older groups have lower weights."""
     load_s: float = 0.0
-    """Weighted sum over the worker's groups: a group's seconds times the worker's leases.
+    """Weighted sum over the worker's groups. Each term is a group's seconds times the number of
+    leases that the worker held.
 
     The number of leases is the mean while the worker made the group.
     """
     provisional: float | None = None
-    """Tokens per second, estimated from heartbeats; used until the worker has made a group."""
+    """Tokens per second, estimated from heartbeats. It is used until the worker has made a
+    group."""
     busy_at: float = 0.0
     """Time at which the worker last held a lease."""
     version: PolicyVersion | None = None
     lag_s: float = 0.0
-    """Mean seconds from a version's first installation on any worker to its installation on this
-    worker.
-    """
+    """Mean seconds by which this worker installs a version later than the first worker that
+    installs it."""
     freed_at: float = 0.0
-    """Time at which the worker last delivered a group and so could begin another group."""
+    """Time at which the worker last delivered a group. From then on it could begin the next
+    group."""
 
     @property
     def measured(self) -> float | None:
-        """Measured tokens per second; None until the worker has made a group."""
+        """Measured tokens per second.
+
+        Until the worker has made a group, the estimate from heartbeats.
+        """
         return self.tokens / self.seconds if self.seconds else self.provisional
 
     @property
     def load(self) -> float:
-        """Mean number of leases that the worker held while its speed was measured; 1 if unknown."""
+        """Mean number of leases that the worker held while it was measured; 1 if unknown."""
         return self.load_s / self.seconds if self.seconds else 1.0
 
 
 class FinishTimes:
-    """Lengths of groups, speeds of workers, and the predictions made from them."""
+    """The lengths of groups, the speeds of workers, and what is predicted from both."""
 
     def __init__(self, *, max_tokens: int, group_size: int, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -149,7 +159,7 @@ class FinishTimes:
         self._usual = 1.0
         self._fastest = 1.0
         self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
-        """Durations of the last groups of all workers, seconds."""
+        """Seconds that each of the last groups took, for all workers together."""
 
     @property
     def knows_a_group(self) -> bool:
@@ -171,7 +181,10 @@ class FinishTimes:
         return self.lengths.mean / self.known_speed(speed) if is_known else math.inf
 
     def of(self, worker_id: str) -> Speed:
-        """Return the speed record of a worker; a new record if the worker is unknown."""
+        """Return what is known about a worker's speed.
+
+        For an unknown worker, start a new record.
+        """
         speed = self._speeds.get(worker_id)
         if speed is None:
             speed = self._speeds[worker_id] = Speed()
@@ -180,7 +193,7 @@ class FinishTimes:
     def made(
         self, worker_id: str, *, num_tokens: int, seconds: float, now: float, load: float = 1.0
     ) -> None:
-        """Record the length and duration of an accepted group for its worker.
+        """Record how long an accepted group is, and how much time its worker took for it.
 
         Args:
             worker_id: the worker that made the group.
@@ -201,7 +214,7 @@ class FinishTimes:
             speed.load_s = MEMORY * speed.load_s + load * seconds
 
     def installed(self, worker_id: str, version: PolicyVersion, *, now: float) -> None:
-        """Record that a worker reports a version as installed."""
+        """Record that a worker has reported a version as installed."""
         first_at = self._first_at.get(version)
         if first_at is None:
             first_at = self._first_at[version] = now
@@ -211,14 +224,14 @@ class FinishTimes:
             speed.lag_s = (speed.lag_s + now - first_at) / 2
 
     def installs_at(self, worker_id: str, version: PolicyVersion, *, now: float) -> float | None:
-        """Return when a worker should install a version; None if unknown or past."""
+        """Return when a worker should install a version. Return None if that is unknown or past."""
         first_at, lag_s = self._first_at.get(version), self.of(worker_id).lag_s
         if first_at is None or now > first_at + 2 * lag_s + self._heartbeat_s:
             return None
         return max(now, first_at + lag_s)
 
     def seen(self, worker_id: str, leases: list[LeaseRecord], *, now: float) -> None:
-        """Update a worker's provisional speed from its leases, after a heartbeat."""
+        """After a heartbeat, estimate a worker's provisional speed from its leases."""
         speed = self.of(worker_id)
         if leases:
             speed.busy_at = now
@@ -228,13 +241,13 @@ class FinishTimes:
             speed.provisional = max(shown) / self._group_size or None
 
     def refresh(self, worker_ids: list[str]) -> None:
-        """Update the median and the maximum speed of these workers."""
+        """Compute the median speed and the highest speed of these workers again."""
         known = [speed for name in worker_ids if (speed := self.of(name).measured) is not None]
         self._usual = statistics.median(known) if known else 1.0
         self._fastest = max(known, default=1.0)
 
     def equals(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return the workers whose speed is unknown or nearly the fastest worker's."""
+        """Return the workers that are nearly as fast as the fastest, or whose speed is unknown."""
         speeds = {worker_id: self.of(worker_id).measured for worker_id in worker_ids}
         least = EQUAL_SPEED * max((speed for speed in speeds.values() if speed), default=0.0)
         return {name for name, speed in speeds.items() if speed is None or speed >= least}
@@ -248,12 +261,18 @@ class FinishTimes:
         return self.of(worker_id).seconds > 0
 
     def known_speed(self, speed: Speed) -> float:
-        """Return the measured speed; if unknown, twice the fastest worker's speed."""
+        """Return the measured speed.
+
+        If it is unknown, return twice the speed of the fastest worker.
+        """
         measured = speed.measured
         return 2 * self._fastest if measured is None else measured
 
     def retry_factor(self, speed: Speed, *, now: float) -> float:
-        """Return the factor, at least 1, that a speed estimate gets for idle time."""
+        """Return the factor by which a speed estimate grows because its worker is idle.
+
+        It is at least 1.
+        """
         known = self.known_speed(speed)
         if known >= self._fastest:
             return 1.0
@@ -262,12 +281,15 @@ class FinishTimes:
         return max(1.0, min(retry_factor, self._fastest / known))
 
     def speed(self, worker_id: str, *, now: float) -> float:
-        """Return a worker's expected speed: tokens per second of one group."""
+        """Return the speed that is expected of a worker: tokens per second of one group."""
         speed = self.of(worker_id)
         return self.known_speed(speed) * self.retry_factor(speed, now=now)
 
     def on_lease_state(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
-        """Update a lease's estimated length and rate from its entry in a heartbeat."""
+        """A heartbeat has reported on a lease.
+
+        Update the estimates of its group's length and rate.
+        """
         if state.running_s <= 0 or state.num_tokens < 0:
             return
         speed = self.of(record.worker_id).measured or self._usual
@@ -287,7 +309,7 @@ class FinishTimes:
         record.seen_at, record.seen_tokens = now, state.num_tokens
 
     def forecast(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
-        """Return a leased group's expected length, and the seconds until the group is done.
+        """Predict how long a leased group will be, and in how many seconds it will be done.
 
         The length is the final number of tokens of the group's longest completion. The seconds
         count from now, or from the group's start if the group has not begun.

@@ -1,4 +1,4 @@
-"""Forecasts: when each worker will finish its groups.
+"""Forecasts when each worker will finish its groups.
 
 A round of grants needs the forecasts of all workers, and most workers have not changed since the
 previous round. So a forecast is reused for one heartbeat period while the worker's leases stay the
@@ -24,24 +24,24 @@ The numbers count the changes to the worker's leases so far, its unknown leases,
 
 @dataclass(slots=True)
 class WorkerForecast:
-    """The times at which a worker will finish its groups."""
+    """When a worker will finish its groups, as predicted."""
 
     made_at: float
     free_at: list[float]
-    """For each place of the worker, the time at which the place is free for another group; a heap.
-    """
+    """For each place of the worker, the time at which it becomes free for the next group. The list
+    is a heap."""
     running: list[RunningGroup] = field(default_factory=list)
-    """The worker's groups, each with its predicted finish."""
+    """The worker's groups. Each has the time at which it should be finished."""
 
     def take_place(self, seconds: float) -> float:
-        """Occupy the first free place for `seconds`; return when the place is free again."""
+        """Occupy the place that is free first, for `seconds`. Return when it is free again."""
         done_at = self.free_at[0] + seconds
         heapq.heapreplace(self.free_at, done_at)
         return done_at
 
 
 class Forecasts:
-    """Makes and keeps the newest forecast of each worker."""
+    """Makes forecasts, and keeps the newest forecast of each worker."""
 
     def __init__(self, leases: LeaseBook, finish_times: FinishTimes, *, max_age_s: float) -> None:
         self._leases = leases
@@ -50,7 +50,7 @@ class Forecasts:
         self._kept: RecentMap[str, tuple[_Key, WorkerForecast]] = RecentMap(max_entries=MAX_WORKERS)
 
     def of(self, worker: LeasedWorker, *, now: float) -> WorkerForecast:
-        """Return a worker's forecast, at most `max_age_s` seconds old."""
+        """Return a forecast for a worker. It is at most `max_age_s` seconds old."""
         key = (
             self._leases.num_changes(worker.node_id),
             worker.num_unknown,
@@ -64,7 +64,7 @@ class Forecasts:
         return forecast
 
     def discard(self, worker_id: str) -> None:
-        """Drop a worker's forecast, because a heartbeat has brought newer progress."""
+        """Drop a worker's forecast, because a heartbeat has reported newer progress."""
         self._kept.discard(worker_id)
 
     def _make(self, worker: LeasedWorker, key: _Key, now: float) -> WorkerForecast:

@@ -1,4 +1,4 @@
-"""Just in time: groups are granted as late as the learner allows, so that they are fresh.
+"""Grants groups just in time: as late as the learner allows, so that the groups are fresh.
 
 Admission (`leases/grants/admission.py`) bounds the number of groups that may be promised. If all
 these groups were granted at once, nearly all would reach the bound on staleness before they are
@@ -64,44 +64,46 @@ from echo.leases.book import MAX_WORKERS
 from echo.leases.grants.dispatch import Load
 
 RECENT_STEPS = 8
-"""Number of newest steps from which times and waits are estimated."""
+"""Times and waits are estimated from this many of the newest steps."""
 
 SPARE_STEPS = 16
-"""Number of newest batches from which the least spare time is taken."""
+"""The least spare time is taken over this many of the newest batches."""
 
 WAIT_SHARE = 0.005
-"""Share of its time that the learner waits, in equilibrium, in exchange for fresher groups."""
+"""Share of its time for which the learner waits in the long run. In exchange, groups are
+fresher."""
 
 FIRST_MARGIN = 0.1
-"""The initial margin, in durations of a step."""
+"""The margin at the start, as a multiple of the duration of a step."""
 
 MAX_MARGIN = 4.0
-"""The largest margin, in durations of a step."""
+"""The largest margin, as a multiple of the duration of a step."""
 
 SPARE_SHARE = 0.05
-"""At each step the margin shrinks by this part of the least spare time of recent batches."""
+"""Each step reduces the margin by this share of the least spare time that recent batches had."""
 
 REST = 1 / 32
-"""A decision on the number of groups that are due is valid for this part of a step's time."""
+"""A decision on how many groups are due stays valid for this share of the duration of a step."""
 
 MAX_REST_S = 5.0
-"""The longest time, seconds, for which a decision on the number of due groups is valid."""
+"""A decision on how many groups are due stays valid for at most this many seconds."""
 
 RECENT_GROUPS = 64
-"""Number of newest groups from which the useful share is estimated."""
+"""The share of useful groups is estimated from this many of the newest groups."""
 
 MAX_BATCHES = 64
-"""Number of future batches that are considered; in practice no staleness bound is larger."""
+"""Number of future batches that are considered. In practice, no staleness bound is larger than
+this."""
 
 MAX_STEPS = 256
-"""Number of newest steps whose ends are remembered."""
+"""For this many of the newest steps, the time at which the step ended is remembered."""
 
 
 class JustInTime:
-    """Decides how many of the groups that admission allows are granted now."""
+    """Admission allows some groups. This class decides how many of them are granted now."""
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, step: int = 0) -> None:
-        """Start for a run that has done `step` optimizer steps; nothing is measured yet."""
+        """Start for a run that has made `step` optimizer steps. Nothing is measured yet."""
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._step = step
@@ -109,35 +111,36 @@ class JustInTime:
         self._begun_at: float | None = None
         """Time at which the newest step began; None before the first step."""
         self._made_at: RecentMap[int, float] = RecentMap(max_entries=MAX_STEPS)
-        """Step of a version -> time at which the optimizer step that made it ended."""
+        """For each version's step, the time at which the optimizer step that made the version
+        ended."""
         self._train_s: deque[float] = deque(maxlen=RECENT_STEPS)
-        """Seconds from the beginning of each recent step to its end."""
+        """For each recent step, the seconds from its beginning to its end."""
         self._busy_s: deque[float] = deque(maxlen=RECENT_STEPS)
-        """Seconds from the beginning of each recent step until the learner could begin the next
-        step.
-        """
+        """For each recent step, the seconds from its beginning until the learner could begin the
+        next step."""
         self._waited_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._spare_s: deque[float] = deque(maxlen=SPARE_STEPS)
-        """Seconds from the completion of each recent batch until the learner took the batch."""
+        """For each recent batch, the seconds from its completion until the learner took it."""
         self._useful: deque[bool] = deque(maxlen=RECENT_GROUPS)
         """For each recent group, whether it was useful."""
         self._complete_at: float | None = None
         """Time at which the next batch became complete; None while the batch is incomplete."""
         self._delay_s: RecentMap[str, float] = RecentMap(max_entries=MAX_WORKERS)
-        """Worker -> seconds from the end of a step to the installation of its version."""
+        """For each worker, the seconds from the end of a step until the worker has installed the
+        step's version."""
         self._installed: RecentMap[str, int] = RecentMap(max_entries=MAX_WORKERS)
-        """Worker -> the step of its installed version."""
+        """For each worker, the step of the version that it has installed."""
         self._versions = (step, step)
-        """Steps of the last two versions that any worker has installed."""
+        """Steps of the last two versions that at least one worker has installed."""
         self._margin_s: float | None = None
         self._held_since: dict[int, float] = {}
-        """Ordinal of a group, as admission counts groups -> time at which the group was first
-        delayed.
-        """
+        """For each delayed group, the time at which it was first delayed. Groups are numbered as
+        admission counts them."""
         self._delayed_s: dict[int, float] = {}
-        """Batch -> the longest time, seconds, for which a group of this batch was delayed."""
+        """For each batch, the longest time, in seconds, for which one of its groups was delayed."""
         self.deadline: float | None = None
-        """Time at which to decide again if no event comes earlier; None if no group is delayed."""
+        """Time at which to decide again, if no event comes before then; None if no group is
+        delayed."""
 
     @property
     def margin_s(self) -> float:
@@ -146,11 +149,11 @@ class JustInTime:
 
     @property
     def is_holding(self) -> bool:
-        """Whether the last decision delayed groups that a worker could have begun."""
+        """Whether the last decision delayed groups although a worker could have begun them."""
         return bool(self._held_since)
 
     def is_resting(self, *, now: float) -> bool:
-        """Return whether the last decision is still valid, because its deadline lies ahead."""
+        """Return whether the last decision is still valid. It is valid until its deadline."""
         if self.deadline is not None and now >= self.deadline:
             self.deadline = None
         return self._is_training and self.deadline is not None
@@ -158,7 +161,7 @@ class JustInTime:
     # --- events ----------------------------------------------------------------------------------
 
     def begin_step(self, *, waited_s: float, now: float) -> None:
-        """Record that the learner has taken a batch, for which it waited `waited_s` seconds."""
+        """Record that the learner has taken a batch. It waited `waited_s` seconds for the batch."""
         if self._begun_at is not None:
             self._busy_s.append(now - waited_s - self._begun_at)
             spare_s = 0.0 if self._complete_at is None else now - self._complete_at
@@ -168,18 +171,18 @@ class JustInTime:
         self._complete_at = self.deadline = None
 
     def end_step(self, step: int, *, now: float) -> None:
-        """Record that an optimizer step has ended; `step` is the number of steps done."""
+        """Record that an optimizer step has ended. `step` is the number of steps made so far."""
         if self._begun_at is not None:
             self._train_s.append(now - self._begun_at)
         self._step, self._is_training, self.deadline = step, False, None
         self._made_at[step] = now
 
     def stored(self, *, is_useful: bool) -> None:
-        """Record whether something can be learned from an accepted group."""
+        """Record whether the learner can learn something from an accepted group."""
         self._useful.append(is_useful)
 
     def installed(self, worker_id: str, step: int, *, now: float) -> None:
-        """Record that a worker reports the version of `step` as installed."""
+        """Record that a worker has reported the version of `step` as installed."""
         before = self._installed.get(worker_id)
         if before == step:
             return
@@ -217,7 +220,7 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int | None:
-        """Return the number of groups to grant now; None for all groups that admission allows.
+        """Return how many groups to grant now. Return None to grant all that admission allows.
 
         Args:
             loads: the workers that can sample. While groups are delayed and the learner does not
@@ -264,7 +267,7 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int:
-        """Return how many groups will be missing from batches if no group is granted now."""
+        """Return how many groups batches will lack if no group is granted now."""
         size, first = self._groups_per_step, self._step + self._is_training
         most = max(load.most_promised for load in loads)
         num_held = min(most, (first + MAX_BATCHES) * size) - num_promised
@@ -307,7 +310,7 @@ class JustInTime:
         return self._margin_s is not None and is_known
 
     def _ready_at(self, batch: int, now: float) -> float:
-        """Return when the learner can begin to train on a batch."""
+        """Return when the learner could begin to train on a batch."""
         assert self._begun_at is not None, "a step is timed"
         num_later = batch - self._step - self._is_training
         return max(now, self._begun_at + self._step_s) + num_later * self._step_s
@@ -328,7 +331,7 @@ class JustInTime:
     def _held_done_at(
         self, loads: Sequence[Load], installed: Sequence[int], num_groups: int, now: float
     ) -> list[float]:
-        """Return when `num_groups` delayed groups would be done.
+        """Return the times at which `num_groups` delayed groups would be done.
 
         A worker begins a delayed group when it installs the next version, or earlier if its present
         groups are done. Workers whose groups would then nearly reach the bound on staleness are
@@ -353,14 +356,17 @@ class JustInTime:
         return done_at
 
     def _least_staleness(self, load: Load) -> int:
-        """Return the staleness of a group begun right after installing a version."""
+        """Return how stale a group becomes that is begun right after a version was installed."""
         before, step = self._versions
         group_s = load.finish_at - load.free_at[0]
         late_s = (self._delay_s.get(load.node_id) or 0.0) + group_s + self.margin_s
         return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
-        """Record since when each group has been delayed although a worker is free."""
+        """Record since when each group is delayed.
+
+        Only groups that a free worker could begin count.
+        """
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):
             since = self._held_since.pop(ordinal, now)

@@ -1,4 +1,4 @@
-"""Occupancy of workers in a round of grants: their leases before and in this round.
+"""Tracks how busy workers are in a round of grants, with leases from before and from the round.
 
 A round grants one group after another. Each grant takes a place at a worker and adds a promised
 group. Only these two counts change while the round is decided.
@@ -18,7 +18,7 @@ from echo.leases.grants.forecasts import Forecasts
 
 
 class Occupancy:
-    """The workers in a round, and the groups that each worker has got so far."""
+    """The workers in a round, and how many groups the round has given to each worker so far."""
 
     def __init__(
         self,
@@ -32,11 +32,10 @@ class Occupancy:
     ) -> None:
         self.bounds = quota.bounds(workers)
         self.able = {worker.node_id: worker for worker in workers if worker.is_able(self.bounds)}
-        """Name -> worker, for the workers that can be granted groups."""
+        """The workers that can be granted groups, under their names."""
         self.num_promised = quota.num_promised
-        """Number of groups consumed, accepted or running, including the groups that this round
-        grants.
-        """
+        """Number of groups that are consumed, accepted or running. The groups that this round
+        grants count, too."""
         self._workers = workers
         self._groups_per_step = quota.groups_per_step
         self._leases = leases
@@ -44,15 +43,15 @@ class Occupancy:
         self._forecasts = forecasts
         self._now = now
         self._num_given: Counter[str] = Counter()
-        """Worker -> number of leases that this round has given to it."""
+        """For each worker, the number of leases that this round has given to it."""
 
     def give(self, worker_id: str) -> None:
-        """Count a group that this round grants to a worker."""
+        """Count a group as granted to a worker in this round."""
         self._num_given[worker_id] += 1
         self.num_promised += 1
 
     def num_held(self, worker: LeasedWorker) -> int:
-        """Return a worker's number of leases, including leases of this round.
+        """Return how many leases a worker has. Leases from this round count, too.
 
         Unknown leases count, too.
         """
@@ -60,17 +59,20 @@ class Occupancy:
         return num_held + self._num_given[worker.node_id]
 
     def may_take(self, worker: LeasedWorker) -> bool:
-        """Return whether an able worker has space for another group that admission allows."""
+        """Return whether an able worker has space for a group and admission allows it the group."""
         has_quota = self.bounds[worker.installed] > self.num_promised
         return has_quota and self.num_held(worker) < worker.capacity
 
     def running(self) -> list[RunningGroup]:
-        """Return the leased groups of all workers, each with its predicted finish."""
+        """Return the leased groups of all workers.
+
+        Each has the time at which it should be finished.
+        """
         forecasts = [self._forecasts.of(worker, now=self._now) for worker in self._workers]
         return [group for forecast in forecasts for group in forecast.running]
 
     def idle(self) -> dict[str, int]:
-        """Return worker -> number of free places, for workers that can help."""
+        """Return the number of free places for each worker that can help other workers."""
         free = {
             node_id: (worker.num_places or worker.capacity) - self.num_held(worker)
             for node_id, worker in self.able.items()
@@ -81,7 +83,7 @@ class Occupancy:
         return {node_id: number for node_id, number in free.items() if number > 0}
 
     def loads(self, names: Iterable[str]) -> list[Load]:
-        """Return the load of each of these workers, which must be in `able`."""
+        """Return how busy each of these workers is. All of them must be in `able`."""
         workers = [self.able[name] for name in names]
         newest = max((w.installed for w in workers if w.installed is not None), default=None)
         return [self._load(worker, newest) for worker in workers]
@@ -115,7 +117,7 @@ class Occupancy:
     def _soon(
         self, worker_id: str, installed: PolicyVersion, newest: PolicyVersion, own: int
     ) -> tuple[int, float]:
-        """Return (limit, time) for the version that a worker should install soon.
+        """Return (limit, time) for the version that a worker is expected to install soon.
 
         `limit` bounds the promised groups for workers with this version (`Quota.limit`). `time` is
         when the installation is expected. If this time is unknown, return `own`, the limit for the
@@ -127,7 +129,7 @@ class Occupancy:
         return own + (newest.step - installed.step) * self._groups_per_step, at
 
     def _alone_s(self, speed: Speed, num_places: int) -> float:
-        """Return the seconds that a group would take alone in a worker's engine.
+        """Return the seconds that a group would take if it were alone in a worker's engine.
 
         The speed was measured under load, so the time is divided by the slowdown at that load.
         """

@@ -1,4 +1,4 @@
-"""Relief: which running groups are moved or copied to idle workers.
+"""Relief decides which running groups are moved or copied to idle workers.
 
 Relief is the last part of a round of grants. It happens only while the next batch waits for running
 groups. The rules and their numbers are in `leases/grants/dispatch.py`, "Moves" and "Hedging". This
@@ -26,18 +26,18 @@ from echo.leases.groups import MAX_ATTEMPTS, LeaseRecord, MoveRequest
 from echo.leases.run import LeaseSettings
 
 Requests = Mapping[LeaseRecord, MoveRequest]
-"""Lease -> the request to its holder to give up the lease."""
+"""For each lease to move, the request that asks its holder to give it up."""
 Copy = tuple[LeaseRecord, str]
-"""A lease to be moved or copied, and the worker that receives the group."""
+"""A lease to move or to copy, and the worker that receives the group."""
 
 
 def is_pending(request: MoveRequest | None, *, heartbeat_s: float, now: float) -> bool:
-    """Return whether the holder may still answer a request to give up its lease."""
+    """Return whether a lease's holder may still answer the request to give up the lease."""
     return request is not None and now <= request.at + RELEASE_BEATS * heartbeat_s
 
 
 class Relief:
-    """Chooses the moves and copies of one round."""
+    """Chooses which groups one round moves and which it copies."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Relief:
         self._now = now
 
     def choose_moves(self, running: Sequence[RunningGroup]) -> Requests:
-        """Return the requests that ask holders to give up leases for idle workers."""
+        """Choose the leases that idle workers should get. Return the requests to their holders."""
         pending = Counter(
             group.record.request.worker_id
             for group in running
@@ -70,7 +70,7 @@ class Relief:
         }
 
     def _even_out(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return the leases to move to newcomers before the run's first group is finished."""
+        """Choose the leases that newcomers get before the run's first group is finished."""
         occupancy = self._occupancy
         equals = self._finish_times.equals(occupancy.able)
         newcomers = [
@@ -82,7 +82,7 @@ class Relief:
         return even_out(self._movable(running), newcomers) if newcomers else []
 
     def _move_waiting(self, running: Sequence[RunningGroup], pending: Counter[str]) -> list[Copy]:
-        """Return leases of waiting groups that idle workers would finish sooner."""
+        """Choose the leases of waiting groups that idle workers would finish sooner."""
         loads = self._occupancy.loads(self._occupancy.idle())
         for load in loads:
             for _ in range(pending[load.node_id]):
@@ -97,10 +97,10 @@ class Relief:
         return moves(waiting, loads, least_gain_s=self._settings.heartbeat_s)
 
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
-        """Return worker -> its leases that may move, leases of begun groups first.
+        """Return, for each worker, those of its leases that may move.
 
-        Leases that were requested already are left out. If another lease of a worker may not move,
-        the worker is left out.
+        Leases of begun groups come first. Leases that were requested already are left out. If
+        another lease of a worker may not move, the worker is left out.
         """
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
@@ -118,7 +118,7 @@ class Relief:
         return is_known and is_alone and record.attempt < MAX_ATTEMPTS // 2
 
     def choose_copies(self, running: Sequence[RunningGroup], requested: Requests) -> list[Copy]:
-        """Return the leases to copy, each with the idle worker that gets the copy.
+        """Choose the leases to copy. Return each with the idle worker that gets the copy.
 
         Args:
             running: the leased groups.
@@ -170,7 +170,10 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker that still waits for a requested lease, or None."""
+        """Return the worker for which a lease was requested and that still waits for it.
+
+        None: no worker.
+        """
         request = record.request
         if request is None or record.copy_of is not None:
             return None

@@ -1,4 +1,4 @@
-"""A round of grants: which groups are granted to which workers, and which groups end.
+"""A round of grants decides which groups are granted to which workers, and which groups end.
 
 `leases/grants/admission.py` decides how many groups may be granted. `leases/grants/dispatch.py`
 decides which worker gets each group. A round grants, in this order,
@@ -35,34 +35,34 @@ from echo.leases.run import PromptPendingError, Prompts, find_prompt_fault
 from echo.wire.messages import Lease
 
 MAX_UNUSABLE = 1000
-"""The run ends when this number of prompts in a row cannot be turned into tokens."""
+"""If this many prompts in a row cannot be turned into tokens, the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewLease:
-    """A lease to be granted to a worker."""
+    """A lease that a round grants to a worker."""
 
     lease: Lease
     worker: LeasedWorker
     copy_of: int | None = None
-    """The attempt that the lease copies; None if the lease is no copy."""
+    """The attempt that the lease copies; None if the lease is not a copy."""
 
 
 @dataclass(slots=True)
 class Decisions:
-    """The decisions of a round."""
+    """What a round has decided."""
 
     grants: list[NewLease] = field(default_factory=list)
     ends: list[tuple[int, DataError | None]] = field(default_factory=list)
-    """(group id, fault of its prompt) of each group that ends; the fault is None if the group was
-    granted too often.
-    """
+    """For each group that ends: (group id, fault of its prompt). The fault is None if the group was
+    granted too often."""
     requests: Mapping[LeaseRecord, MoveRequest] = field(default_factory=dict)
-    """Lease -> request to its holder to give up the lease."""
+    """For each lease to move, the request that asks its holder to give it up."""
     released: list[int] = field(default_factory=list)
-    """Ids of the groups in `OpenGroups.released` that the round has considered, granted or not."""
+    """Ids of those groups in `OpenGroups.released` that the round has considered, whether it
+    granted them or not."""
     fault: DataError | None = None
-    """The error that ends the run because no prompt can be used, or None."""
+    """The error that ends the run because no prompt can be used; None if there is no such error."""
 
 
 class Round:
@@ -91,7 +91,7 @@ class Round:
         self._decisions = Decisions()
 
     def decide(self) -> Decisions:
-        """Return the decisions of the round, without changing a group or a lease."""
+        """Make the decisions of the round. Groups and leases are not changed."""
         able, is_waiting = self._occupancy.able, self._quota.is_batch_waiting
         if is_waiting or any(map(self._occupancy.may_take, able.values())):
             self._finish_times.refresh(list(able))
@@ -102,7 +102,7 @@ class Round:
         return self._decisions
 
     def _grant_released(self) -> None:
-        """Grant each group that its holder gave up for another worker, if that worker has space."""
+        """Grant each group that its holder gave up for a worker, if this worker has space."""
         for group_id, node_id in sorted(self._groups.released.items()):
             self._decisions.released.append(group_id)
             worker = self._occupancy.able.get(node_id)
@@ -148,7 +148,7 @@ class Round:
         return self._prompts.lease(group_id, self._groups.leases.group(group_id).num_attempts)
 
     def _candidates(self) -> Iterator[int]:
-        """Yield the ids of waiting groups, oldest first, and then of new groups.
+        """Yield the ids of waiting groups, oldest first, and after them the ids of new groups.
 
         Waiting groups that were granted too often are ended.
         """
@@ -161,7 +161,7 @@ class Round:
         yield from itertools.count(self._groups.next_group_id)
 
     def _next_group(self, candidates: Iterator[int]) -> int | None:
-        """Return the id of the next group to grant; end groups whose prompts cannot be used.
+        """Return the id of the next group to grant. End the groups whose prompts cannot be used.
 
         Return None if the group's prompt is still being made, or if MAX_UNUSABLE prompts in a row
         cannot be used.
@@ -189,7 +189,10 @@ class Round:
                 self._decisions.grants.append(NewLease(copy, worker, copy_of=original.attempt))
 
     def _copy_of(self, original: LeaseRecord) -> Lease:
-        """Return a copy of a lease: the group's next attempt, with the same seed."""
+        """Return a lease that copies another lease.
+
+        It is the group's next attempt, with the same seed.
+        """
         seed = self._prompts.lease(original.group_id, original.attempt).seed
         return msgspec.structs.replace(
             self._next_lease(original.group_id), seed=seed, min_version=original.min_version

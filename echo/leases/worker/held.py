@@ -1,4 +1,4 @@
-"""The leases that a worker holds: one state for each group, from its Grant to its acknowledgement.
+"""The leases that a worker holds. Each group has a state from its Grant to its acknowledgement.
 
     queued --Taken--> running --Whole--> scoring --Reported--> delivered --Closed--> ended
                        |   ^
@@ -40,27 +40,26 @@ from echo.wire.codec import Frame
 from echo.wire.messages import Lease, LeaseState, Message
 
 LeaseKey = tuple[int, int]
-"""(group id, attempt), which identifies a lease."""
+"""(group id, attempt). The two numbers identify a lease."""
 
 
 def key_of(lease: Lease) -> LeaseKey:
-    """Return (group id, attempt) of a lease."""
+    """Return the (group id, attempt) that identifies a lease."""
     return lease.group_id, lease.attempt
 
 
 class GroupState(StrEnum):
-    """The state of a group at its worker."""
+    """The state that a group has at its worker."""
 
     QUEUED = "queued"
     """The group is not begun."""
     RUNNING = "running"
-    """The group is in the engine, or agents work on the group."""
+    """The group is in the engine, or agents are working on it."""
     RECLAIMED = "reclaimed"
-    """The group is in the engine. When the engine returns the unfinished group, another worker
-    continues it.
-    """
+    """The group is in the engine, but the learner has reclaimed it. When the engine returns the
+    unfinished group, another worker continues it."""
     INTERRUPTED = "interrupted"
-    """The group is begun and waits to be continued."""
+    """The group was begun and waits to be continued."""
     SCORING = "scoring"
     """All members have ended, and the task computes their rewards."""
     UNWANTED = "unwanted"
@@ -74,45 +73,48 @@ class GroupState(StrEnum):
 WAITING = (GroupState.QUEUED, GroupState.INTERRUPTED)
 """The states in which a group waits for the engine."""
 BUSY = (GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING, GroupState.UNWANTED)
-"""The states in which the engine, agents or the task work on a group."""
+"""The states in which the engine, the agents or the task are working on a group."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PartialGroup:
-    """A leased group, with the tokens that all its workers have sampled so far."""
+    """A leased group. It has the tokens that all its workers have sampled so far."""
 
     lease: Lease
     members: list[PartialRollout]
     state: GroupState = GroupState.QUEUED
-    """The state of the group, which only `HeldLeases.handle` changes."""
+    """The state of the group. Only `HeldLeases.handle` changes it."""
     num_progress: int = 0
-    """Amount of progress (tokens and rewards) since the grant; an increase renews the lease."""
+    """Progress since the grant, counted in tokens and rewards. An increase renews the lease."""
     shipped_at: float = -1e18
     """Time at which the group's members were last sent to the learner."""
     num_shipped: int = 0
-    """Number of tokens of all members when they were last sent to the learner."""
+    """Number of tokens that all members together had when they were last sent to the learner."""
     began_at: float | None = None
     """Time at which the group last entered the engine; None before that."""
     is_continued: bool = False
     """Whether the group already had tokens when it last entered the engine."""
 
     def seconds(self, now: float) -> float:
-        """Return seconds since the group entered the engine; 0 if the group is continued."""
+        """Return the seconds since the group entered the engine.
+
+        Return 0 if the group is continued.
+        """
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
     @property
     def key(self) -> LeaseKey:
-        """(group id, attempt) of the group's lease."""
+        """The (group id, attempt) that identifies the group's lease."""
         return key_of(self.lease)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all members so far."""
+        """Number of tokens that all members have together so far."""
         return sum(member.num_tokens for member in self.members)
 
     @property
     def num_unfinished(self) -> int:
-        """Number of members that have no finish reason yet."""
+        """Number of members that have not ended, so that they have no finish reason yet."""
         return sum(not member.is_finished for member in self.members)
 
     @property
@@ -127,12 +129,15 @@ class PartialGroup:
 
     @property
     def oldest_step(self) -> int | None:
-        """Step of the oldest version that sampled a token; None if the group has no tokens."""
+        """Step of the oldest version that sampled a token. None if the group has no tokens.
+
+        None if the group has no tokens.
+        """
         steps = [int(m.policy_versions[:, 1].min()) for m in self.members if m.num_tokens]
         return min(steps, default=None)
 
     def seed_of(self, member: int) -> int:
-        """Return the seed for sampling a member's next tokens."""
+        """Return the seed with which a member's next tokens are sampled."""
         num_segments = self.members[member].num_segments
         if not num_segments:
             return self.lease.seed + member
@@ -162,17 +167,17 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """Event: the learner moves the group to another worker, even if sampling has begun."""
+    """Event: the learner moves the group to another worker, even if sampling has begun here."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """Event: this worker gives up the group for another worker."""
+    """Event: this worker has given up the group, so that another worker gets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Event: the group has a result for the learner, or a reason why there is no result."""
+    """Event: the group has a result for the learner, or the reason why it has none."""
 
     message: Message
     payload: tuple[Frame, ...] = ()
@@ -180,12 +185,12 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Event: the learner has ended the group and acknowledges it."""
+    """Event: the learner has acknowledged the group, which has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Event: no agent will work on the group, or its result is no longer wanted."""
+    """Event: no agent will work on the group, or the learner no longer wants its result."""
 
 
 Event = Taken | Whole | Stopped | Reclaimed | HandedOver | Reported | Closed | Dropped
@@ -195,21 +200,20 @@ EVENTS: tuple[type[Event], ...] = (
 
 
 class HeldLeases:
-    """The leases of a worker, with the tokens sampled for each lease."""
+    """The leases that a worker holds, and the tokens that were sampled for each lease."""
 
     def __init__(self, outbox: Outbox) -> None:
-        """Start without leases; `outbox` holds the messages of delivered groups."""
+        """Start without leases. `outbox` holds the messages about delivered groups."""
         self.outbox = outbox
         self._groups: dict[LeaseKey, PartialGroup] = {}
-        """(group id, attempt) -> group, for all groups that have not ended."""
+        """For each (group id, attempt), the group. Groups that have ended are left out."""
         self._by_state: dict[GroupState, dict[LeaseKey, PartialGroup]] = {
             state: {} for state in GroupState
         }
-        """State -> the groups in this state, in the order of entry."""
+        """For each state, the groups in this state, in the order in which they entered it."""
         self._waiting_since: dict[LeaseKey, float] = {}
-        """(group id, attempt) -> time at which `overdue` first found the group waiting for a newer
-        version.
-        """
+        """For each (group id, attempt), the time at which `overdue` first found that the group
+        waits for a newer version."""
 
     def __contains__(self, key: LeaseKey) -> bool:
         return key in self._groups
@@ -218,20 +222,20 @@ class HeldLeases:
         return len(self._groups)
 
     def get(self, key: LeaseKey) -> PartialGroup | None:
-        """Return the group of a lease; None if this worker does not hold the lease."""
+        """Return the group of a lease. Return None if this worker does not hold the lease."""
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states, state by state, in the order of entry."""
+        """Return the groups in these states. They come state by state, in the order of entry."""
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:
-        """Add a new lease, with the members that other workers have begun."""
+        """Add a new lease. `members` are those that other workers have begun."""
         state = GroupState.INTERRUPTED if members else GroupState.QUEUED
         self._enter(PartialGroup(lease, list(members), state, is_continued=bool(members)))
 
     def restore(self, groups: Sequence[PartialGroup]) -> None:
-        """Add the groups that a former process of this worker has saved."""
+        """Add the groups that an earlier process of this worker has saved."""
         for group in groups:
             if group.key not in self:
                 group.state = GroupState.INTERRUPTED
@@ -241,7 +245,7 @@ class HeldLeases:
         self._groups[group.key] = self._by_state[group.state][group.key] = group
 
     def handle(self, group: PartialGroup, event: Event) -> None:
-        """Apply an event to a group by the table; no other method changes a state.
+        """Apply an event to a group according to the table. No other method changes a state.
 
         Raises:
             LocalProtocolError: if the event cannot happen in the state of the group.
@@ -263,7 +267,7 @@ class HeldLeases:
     # --- into the engine ---
 
     def limit_tokens(self, max_tokens: int) -> int:
-        """Reset members that are longer than `max_tokens`; return the number of dropped tokens.
+        """Reset the members that are longer than `max_tokens`. Return how many tokens this drops.
 
         A former process may have saved such members before the run was resumed with a lower limit.
         """
@@ -284,7 +288,7 @@ class HeldLeases:
         now: float | None = None,
         installed: PolicyVersion | None = None,
     ) -> list[PartialGroup]:
-        """Move waiting groups into the engine: first interrupted groups, then queued groups.
+        """Move waiting groups into the engine. Interrupted groups come first, then queued groups.
 
         In each state older groups come first. Groups that require a newer version than `installed`
         keep waiting. The call ends at the first group that would exceed `max_rollouts`. If a
@@ -316,7 +320,7 @@ class HeldLeases:
         return taken
 
     def awaiting(self, installed: PolicyVersion | None) -> list[PartialGroup]:
-        """Return the waiting groups that require a newer version than `installed`."""
+        """Return the waiting groups that need a version that is newer than `installed`."""
         return [
             group
             for group in self.of(*WAITING)
@@ -325,7 +329,7 @@ class HeldLeases:
         ]
 
     def stages(self, installed: PolicyVersion | None) -> dict[str, int]:
-        """Return the number of groups in each stage, to explain waits."""
+        """Return how many groups are in each stage. Explanations of waits use these numbers."""
         num_waiting, num_late = len(self.of(*WAITING)), len(self.awaiting(installed))
         counts = {
             WaitStage.SAMPLING: len(self.of(GroupState.RUNNING, GroupState.RECLAIMED)),
@@ -348,12 +352,12 @@ class HeldLeases:
     # --- to the learner ---
 
     def begun(self) -> list[PartialGroup]:
-        """Return every wanted group that has tokens but no result yet, oldest first."""
+        """Return the groups that are wanted and have tokens but no result yet, oldest first."""
         held = self.of(*WAITING, GroupState.RUNNING, GroupState.RECLAIMED, GroupState.SCORING)
         return sorted((group for group in held if group.num_tokens), key=lambda group: group.key)
 
     def take_due(self, *, interval_s: float, now: float) -> list[PartialGroup]:
-        """Return the interrupted groups to ship now, and mark them as shipped.
+        """Return the interrupted groups that must be sent to the learner now. Mark them as sent.
 
         These groups have new tokens and were not shipped in the last `interval_s` seconds.
         """
@@ -367,12 +371,12 @@ class HeldLeases:
         return due
 
     def forget_shipments(self) -> None:
-        """Mark all groups with tokens as not shipped: the learner may have lost the tokens."""
+        """Mark all groups with tokens as not sent, because the learner may have lost the tokens."""
         for group in self._groups.values():
             group.num_shipped = 0
 
     def states(self, *, now: float = 0.0) -> list[LeaseState]:
-        """Return the state of each lease that a heartbeat lists, at the time `now`."""
+        """Return the state of each lease at the time `now`, as a heartbeat lists it."""
         return [
             *(_lease_state(group, is_waiting=True) for group in self.of(*WAITING)),
             *(
@@ -386,7 +390,7 @@ class HeldLeases:
         ]
 
     def validate(self) -> None:
-        """Check that groups, states and outbox agree; for tests.
+        """For tests: check that groups, states and outbox agree.
 
         Raises:
             AssertionError: if groups, states and outbox disagree.
@@ -471,4 +475,4 @@ TABLE: dict[GroupState, dict[type[Event], Move[GroupState]]] = {
     GroupState.DELIVERED: _OVER_STEPS | {Closed: Move(GroupState.ENDED, _forget_report)},
     GroupState.ENDED: _OVER_STEPS,
 }
-"""State -> type of the event -> the effect of this event."""
+"""For each state and each type of event, what the event does in this state."""

@@ -1,4 +1,4 @@
-"""The copies of a worker's unfinished groups: at the learner, and in a file of the worker.
+"""Keeps copies of a worker's unfinished groups: at the learner, and in a file of the worker.
 
 Shipping a group means sending its tokens so far to the learner. If the worker stops for good, the
 learner leases the shipped groups to other workers. If the worker restarts, it lists the groups in
@@ -23,39 +23,42 @@ from echo.wire.messages import Partial
 
 @dataclass(frozen=True, slots=True)
 class Save(Action):
-    """Have the worker write its file of unfinished groups; the event PartialsSaved follows."""
+    """Action: write the worker's file of unfinished groups. The event PartialsSaved follows."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PartialsFound:
-    """Event: a former process of this worker has left a file with these contents."""
+    """Event: a file was found that an earlier process of this worker has left.
+
+    It has these contents.
+    """
 
     data: Frame
 
 
 @dataclass(frozen=True, slots=True)
 class PartialsSaved:
-    """Event: a Save has ended; `fault` is the reason for a failure, or ""."""
+    """Event: a Save has ended. `fault` says why it failed; it is "" after success."""
 
     fault: str
 
 
 class PartialKeeper:
-    """Decides when to ship unfinished groups to the learner, and when to save them."""
+    """Decides when unfinished groups are sent to the learner, and when they are saved."""
 
     def __init__(self, held: HeldLeases, counts: Counter[str]) -> None:
-        """Start without copies; the number of shipped groups is added to `counts["shipped"]`."""
+        """Start without copies. The number of groups sent is added to `counts["shipped"]`."""
         self.num_saving = 0
-        """Number of writes of the file that have not ended."""
+        """Number of writes of the file that are still running."""
         self._held = held
         self._counts = counts
         self._saved = b""
         self._saved_at = -math.inf
 
     def ship(self, *, interval_s: float, now: float) -> list[tuple[Partial, bytes]]:
-        """Return (message, payload) for each interrupted group with tokens that were not shipped.
+        """Return (message, payload) for each interrupted group that has tokens not yet sent.
 
         Args:
             interval_s: least seconds between two shipments of a group; 0 if this worker is about to
@@ -73,10 +76,10 @@ class PartialKeeper:
         return shipments
 
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
-        """Return the action that writes the file of unfinished groups; [] if nothing changed.
+        """Return the action that writes the file of unfinished groups.
 
-        Also return [] if less than `interval_s` seconds have passed since the last comparison of
-        the groups with the file.
+        If nothing has changed, return []. Also return [] if less than `interval_s` seconds have
+        passed since the last comparison of the groups with the file.
         """
         if now < self._saved_at + interval_s:
             return []
@@ -90,7 +93,7 @@ class PartialKeeper:
         return [Save(data)]
 
     def on_saved(self, event: PartialsSaved) -> list[Action]:
-        """Record that a write of the file has ended; return a warning if the write failed."""
+        """Record that a write of the file has ended. If the write failed, return a warning."""
         self.num_saving -= 1
         if not event.fault:
             return []
@@ -98,7 +101,10 @@ class PartialKeeper:
         return [Note("warning", text)]
 
     def on_found(self, saved: Frame, run_id: str) -> list[Action]:
-        """Add this run's groups from the file that a former process left; return a note."""
+        """An earlier process has left a file.
+
+        Add this run's groups from it, and return a log line.
+        """
         try:
             partials = decode_groups(saved, run_id=run_id)
         except RemoteProtocolError as error:

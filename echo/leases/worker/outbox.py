@@ -1,4 +1,4 @@
-"""Outbox of finished groups, sent again until the learner acknowledges each group.
+"""The outbox holds finished groups. Each is sent again until the learner acknowledges it.
 
 Delivery is at-least-once. A group stays in the outbox, and is sent again every `retry_s` seconds,
 until the learner acknowledges that its ledger has the group. The learner removes duplicates by
@@ -20,14 +20,18 @@ class Unacknowledged:
     message: Message
     payload: tuple[Frame, ...]
     sent_at: float | None = None
-    """Time at which the message was last sent over the present link; None if never."""
+    """Time at which the message was last sent over the present link. None if it was never sent over
+    it."""
 
 
 class Outbox:
-    """Unacknowledged deliveries by (group, attempt), oldest first."""
+    """Holds the deliveries that are not acknowledged. Keys are (group, attempt), oldest first."""
 
     def __init__(self, *, max_deliveries: int, retry_s: float) -> None:
-        """Start empty; an unacknowledged delivery is sent again after `retry_s` seconds."""
+        """Start empty.
+
+        If a delivery is not acknowledged, it is sent again after `retry_s` seconds.
+        """
         self.max_deliveries = max_deliveries
         self.retry_s = retry_s
         self._deliveries: dict[tuple[int, int], Unacknowledged] = {}
@@ -40,7 +44,7 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether sampling must pause until acknowledgements arrive."""
+        """Whether sampling must pause until the learner has acknowledged deliveries."""
         return len(self._deliveries) >= self.max_deliveries
 
     @property
@@ -50,7 +54,7 @@ class Outbox:
 
     @property
     def deadline(self) -> float | None:
-        """Time at which the next delivery is due.
+        """Time at which a delivery must be sent next.
 
         The time is 0.0 if a delivery was never sent, and None if the outbox is empty.
         """
@@ -60,11 +64,11 @@ class Outbox:
         return min(0.0 if at is None else at + self.retry_s for at in sent)
 
     def put(self, key: tuple[int, int], message: Message, *payload: Frame) -> None:
-        """Add a delivery; it replaces an earlier delivery with the same (group, attempt)."""
+        """Add a delivery. It replaces an earlier delivery that has the same (group, attempt)."""
         self._deliveries[key] = Unacknowledged(message, payload)
 
     def take_due(self, *, now: float) -> list[Unacknowledged]:
-        """Return the deliveries that are due at `now`, oldest first, and mark them as sent."""
+        """Return the deliveries that are due at `now`, oldest first. Mark them as sent."""
         due = [
             delivery
             for delivery in self._deliveries.values()
@@ -75,7 +79,7 @@ class Outbox:
         return due
 
     def acknowledge(self, key: tuple[int, int]) -> bool:
-        """Remove a delivery; return whether the outbox contained it."""
+        """Remove a delivery. Return whether the outbox contained it."""
         return self._deliveries.pop(key, None) is not None
 
     def resend_all(self) -> None:
