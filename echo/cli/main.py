@@ -59,7 +59,8 @@ COMMANDS = {
     ),
     "report": Command("write a report of a run as one HTML file", parsers.report_parser, "learner"),
 }
-"""The commands by name. The function `main` of the module echo.cli.commands.NAME runs a command."""
+"""The commands, under their names. The function `main` of the module echo.cli.commands.NAME runs a
+command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

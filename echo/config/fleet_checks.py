@@ -28,7 +28,7 @@ class Plan:
     source: str
     """The name of the plan's file, for messages."""
     rent: Mapping[str, int]
-    """Number of nodes to rent, by the name of the offer."""
+    """For each offer's name, the number of nodes to rent."""
     publish_period: int
 
 

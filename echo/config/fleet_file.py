@@ -257,7 +257,7 @@ class FleetRequest:
     """Publish periods that the planner tries, in this order."""
     model: ModelShape
     gpus: Mapping[str, Gpu]
-    """All GPUs of the catalogue and of the file's [[gpus]], by name."""
+    """All GPUs of the catalogue and of the file's [[gpus]], under their names."""
     learner: LearnerRow
     job_row: JobRow
     offers: tuple[OfferRow, ...]

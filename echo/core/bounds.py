@@ -84,7 +84,7 @@ Period: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e9)]
 """Seconds between two periodic events."""
 MIN_RATE, MAX_RATE = 1.0, 1e13
 Rate: TypeAlias = Annotated[float, Meta(ge=MIN_RATE, le=MAX_RATE)]
-"""Bytes per second of a link."""
+"""Rate of a link, in bytes per second."""
 MAX_RATIO = 1e9
 Ratio: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_RATIO)]
 Money: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]

@@ -27,10 +27,9 @@ KEEP_VERSIONS = 2
 need the earlier version as their base, and children may still fetch it."""
 
 MAX_UNACKED_GROUPS = 64
-"""Largest number of finished groups that the learner has not acknowledged and that a worker or a
-relay keeps. The number is several times larger than the number of groups in a full engine, so that
-a slow disk does not interrupt sampling. A group takes little memory: 2 MB for 16 rollouts of 8192
-tokens."""
+"""Largest number of unacknowledged groups that a worker or a relay keeps. The number is several
+times larger than the number of groups in a full engine, so that a slow disk does not interrupt
+sampling. A group takes little memory: 2 MB for 16 rollouts of 8192 tokens."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -286,7 +285,7 @@ def find_fault(
 ) -> str | None:
     """Return the reason why a group must not be trained on at a given step.
 
-    Return None if it may.
+    If the group may be trained on, return None.
     """
     versions = group.versions
     if not versions:

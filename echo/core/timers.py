@@ -158,7 +158,7 @@ class DeadlineOwner(Protocol[Item]):
 
 
 class Deadlines(Generic[Key]):
-    """Orders items by their deadlines. A deadline may move to a later instant.
+    """Orders items by their deadlines, which may move to later instants.
 
     When a stored deadline is the earliest, the owner provides the item's current deadline. A later
     deadline replaces the stored deadline. A deadline must not move to an earlier instant.

@@ -112,9 +112,9 @@ class TokenSets:
         )
 
     def within(self, max_ids: int) -> TokenSets:
-        """Return a copy without the ids of sets with more than `max_ids` ids.
+        """Return a copy that drops the ids of each set with more than `max_ids` ids.
 
-        Their size is TOO_LARGE.
+        The size of such a set becomes TOO_LARGE.
         """
         # A mask over the ids: those of a set that is kept.
         is_kept = np.repeat(self.sizes <= max_ids, self.counts)

@@ -105,7 +105,7 @@ class Choice:
 
 
 class Roll:
-    """Groups the joined workers by kind, and assesses sets of workers."""
+    """Sorts the joined workers into kinds, and assesses sets of workers."""
 
     def __init__(
         self, workers: Sequence[Offer], links: Links, *, periods: Sequence[int] = ()

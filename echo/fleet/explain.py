@@ -672,7 +672,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _more_workers(fleet: ObservedFleet) -> str:
-    """Return the remedy for too few workers; one that is added may be put on standby, too."""
+    """Return the remedy for too few workers. A worker that is added may be put on standby, too."""
     if not fleet.num_standby:
         return "add workers"
     verb = _verb(range(fleet.num_standby), "is", "are")

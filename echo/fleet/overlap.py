@@ -269,7 +269,10 @@ class _Pipeline:
             self.installed.append((at, version))
 
     def _gate(self, step: int) -> float:
-        """Return the time at which a version is installed that may generate this step's batch."""
+        """Return the earliest time at which workers may begin this step's batch.
+
+        A version that may generate the batch must be installed by then.
+        """
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness

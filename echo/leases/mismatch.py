@@ -33,8 +33,8 @@ from echo.leases.book import MAX_WORKERS
 WINDOW = 50
 """A worker's mismatch is computed from this many of its newest trained groups."""
 MIN_EQUAL = 5
-"""To be compared with at a level of staleness, a worker needs at least this many groups at the
-level."""
+"""Other workers are compared with a worker at a level of staleness only if it has at least this
+many groups there."""
 TIMES = 5.0
 """A worker stands out if its mismatch is at least this many times the mismatch of equal workers."""
 FLOOR = 0.005

@@ -215,7 +215,7 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Store `frame`. It has the members of a group, as an attempt has sent them.
+        """Store the members of a group that an attempt has sent. `frame` has them in encoded form.
 
         If a newer attempt has shipped at least `num_tokens` tokens, nothing changes. If there is
         too little space, the members are dropped and counted.

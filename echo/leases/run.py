@@ -81,7 +81,7 @@ class PromptPendingError(EchoError):
 
 
 class Prompts(Protocol):
-    """The prompts of a run. They are returned as leases."""
+    """Returns the prompts of a run in the form of leases."""
 
     def lease(self, group_id: int, attempt: int) -> Lease:
         """Return the lease for an attempt at a group.

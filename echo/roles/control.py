@@ -31,10 +31,7 @@ LOST_LINK = "lost link"
 
 
 class ControlLink:
-    """Dials the learner's addresses in turn. If all of them fail, stops the node.
-
-    If all addresses refuse the node, the link stops it.
-    """
+    """Dials the learner's addresses in turn. If all of them fail, stops the node."""
 
     def __init__(
         self, settings: NodeSettings, joining: Joining, parents: Parents, *, now: float

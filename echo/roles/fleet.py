@@ -1,7 +1,4 @@
-"""Describes the fleet for the operator.
-
-The status shows nodes and versions, the log shows lines.
-"""
+"""Describes the nodes and versions to the operator, in the status and in log lines."""
 
 from __future__ import annotations
 

@@ -82,10 +82,11 @@ from echo.wire.messages import (
 from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
-"""Types of the learner's messages about work, not about joining. The node's role handles these
-messages."""
+"""The learner sends messages of these types to nodes. They are about work, not about joining, and
+the node's role handles them."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
-"""Types of the messages about work, not about joining, that nodes send to the learner."""
+"""Nodes send messages of these types to the learner. The messages are about work, not about
+joining."""
 
 State = TypeVar("State", bound=StrEnum)
 
@@ -280,10 +281,7 @@ class Assets:
         *,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """Expect the files in `expected`. Each name has (BLAKE3 hash in hex, size in bytes).
-
-        `expected[name]` is (BLAKE3 hash in hex, bytes).
-        """
+        """Expect the files in `expected`: each name has (BLAKE3 hash in hex, size in bytes)."""
         self.expected = expected or {}
         self.settings = settings or {}
         self.files: dict[str, bytes] = {}

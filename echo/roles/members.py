@@ -37,7 +37,7 @@ ERROR_COUNTS = (
     "failed/", "refused/", "env/errors", "engine/out_of_memory", "engine/calls_failed",
     "engine/installs_failed", "protocol_errors", "internal_errors",
 )  # fmt: skip
-"""The names of counters of errors begin with one of these prefixes."""
+"""A counter counts errors if its name begins with one of these prefixes."""
 IDLE = "waiting for leases"
 """The state that a worker reports while it has no leases."""
 
@@ -199,7 +199,7 @@ class Member:
         return "leases under way" if num_leases and state == IDLE else state
 
     def describe(self, num_leases: int) -> ObservedNode:
-        """Return the facts about an active node from which waits are explained."""
+        """Return facts about an active node. Explanations of waits use them."""
         stats = self.stats
         write_s = self.mean_s("weights/busy_ms", per="bytes_received")
         return ObservedNode(
@@ -437,9 +437,9 @@ class Shutdown:
         self._routes = routes
 
     def finish(self, reason: str) -> list[Action]:
-        """Send Finish with `reason` to all nodes. Relays get it last.
+        """Send Finish with `reason` to all nodes.
 
-        Relays get Finish when all other nodes have gone.
+        Relays get it last, when all other nodes have gone.
         """
         self.reason = reason
         return self.send_finish()

@@ -254,7 +254,7 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """Close the link over which a message arrived that caused an internal error.
+        """If a message has caused an internal error, close the link over which it arrived.
 
         If the message is for another node, the link stays open.
         """

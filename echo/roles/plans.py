@@ -41,7 +41,7 @@ class Plans:
         broadcast: Broadcast,
         routes: Routes,
     ) -> None:
-        """Make an object without a plan. When the first node joins, it makes the first plan.
+        """Start without a plan. The first plan is made when the first node joins.
 
         Args:
             site: the learner's place in the network.

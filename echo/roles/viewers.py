@@ -94,7 +94,7 @@ class Viewer:
 
 
 class Viewers:
-    """Admits viewers, sends them the status, and passes on what operators want to be done."""
+    """Admits viewers, sends them the status, and passes on the operations of operators."""
 
     def __init__(self, counters: Counters, peer_faults: PeerFaults) -> None:
         """Start without viewers. `counters` counts refusals, and `peer_faults` reports them."""
@@ -189,7 +189,7 @@ class Viewers:
         return actions
 
     def operation_done(self, peer: str, outcome: Outcome) -> list[Action]:
-        """Send the outcome of an operation to the operator who requested it, if still connected."""
+        """If the operator who requested an operation is still connected, send the outcome to it."""
         return [self._send(peer, outcome)] if peer in self._viewers else []
 
     def _send(self, peer: str, message: Message, *payload: Frame) -> Action:

@@ -50,8 +50,8 @@ from echo.weights.broadcast import Broadcast
 from echo.wire.seals import SealKeys
 
 WINDOW_BYTES = 8 << 20
-"""Number of bytes that a child may at first request before they have arrived. It is large because
-simulated chunks are large."""
+"""At first, a child requests at most this many bytes ahead. The number is large because simulated
+chunks are large."""
 
 _log = logging.getLogger("echo.sim")
 # Nodes' reports to operators are dropped: the history has their content.

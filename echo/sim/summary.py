@@ -211,7 +211,7 @@ class Summary:
     discarded: Mapping[str, int]
     """For each reason, the number of groups that reached the learner but were not trained on."""
     broadcast_s: float
-    """Seconds from a publication until every worker holds the version: the median; 0 without a
+    """Median of the seconds from a publication until every worker holds the version; 0 without a
     measurement."""
     publish_period: float
     """Mean number of steps between publications."""

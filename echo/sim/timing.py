@@ -44,8 +44,8 @@ class Running:
     lease: Lease
     length: GroupLength
     least_s: float
-    """The fewest seconds in which the group can be sampled. This is the time of its longest
-    completion if that is alone in the engine."""
+    """The fewest seconds in which the group can be sampled. In this time, its longest completion is
+    sampled if it is alone in the engine."""
     num_tokens: float = 0.0
     """Number of the group's tokens that have been sampled up to now."""
     segments: list[tuple[PolicyVersion, float]] = field(default_factory=list)

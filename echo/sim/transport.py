@@ -132,7 +132,7 @@ class SimTransport(Transport):
         return True
 
     async def receive(self) -> list[TransportEvent]:
-        """Wait until there is at least one event. Return all events that are there."""
+        """Wait until at least one event has arrived. Return all events that have arrived."""
         if self._inbox:
             await asyncio.sleep(0)  # a busy transport must not starve other tasks
         while True:

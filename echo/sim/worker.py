@@ -32,7 +32,7 @@ _log = logging.getLogger("echo.sim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """How long a worker's kinds of work take, except sampling."""
+    """How long each kind of work takes at a worker, except sampling."""
 
     setup_s: float
     """Seconds until the task and the engine are built."""

@@ -1,4 +1,4 @@
-"""Draws texts and curves whose size in terminal cells is exact.
+"""Draws texts and curves that fill an exact number of terminal cells.
 
 The functions are pure and convert numbers to rows of rich `Text`. Curves consist of braille
 characters. Values that are not finite are left out, so a diverged run can still be drawn.

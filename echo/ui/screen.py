@@ -289,7 +289,7 @@ def cost_rows(cost: CostStatus, width: int) -> list[Text]:
 
 
 def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Text]:
-    """Return a table: a heading, a row for each node, and a row that counts the nodes without one.
+    """Return a table: a heading, a row for each node, and a row that counts the hidden nodes.
 
     The table has at most `height` rows. If columns do not fit, the least important columns are left
     out. If nodes do not fit, nodes with problems, learners and relays come first.

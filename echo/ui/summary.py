@@ -181,7 +181,7 @@ class RunSummary:
     num_lineages: int
     """Number of lineages: 1, plus 1 for each resume."""
     num_reward_steps: int
-    """Number of steps over which `reward_before` is taken, and likewise `reward_after`."""
+    """Number of steps over which each of the means `reward_before` and `reward_after` is taken."""
     reward_before: float | None
     """Mean reward of the first steps; None if it is not finite."""
     reward_after: float | None

@@ -1,4 +1,4 @@
-"""Draws the screen of `echo-rl top`: the live view, and a table of nodes that keys operate.
+"""Draws the screen of `echo-rl top`: the live view, and a table whose nodes the keys operate.
 
 This module is pure: its inputs are statuses and pressed keys, and its outputs are rows and
 operations. The keys sort, filter and operate nodes. Each operation is shown with its effect and
@@ -72,7 +72,7 @@ class TopScreen:
     """What the screen shows: the newest status, and what the user has chosen."""
 
     def __init__(self, *, by: str) -> None:
-        """Start without a status. `by` is the name of the operator for operations."""
+        """Start without a status. `by` is the operator's name, which each operation contains."""
         self._by = by
         self._numbers = itertools.count(1)
         self.status: RunStatus | None = None

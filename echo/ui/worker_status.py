@@ -1,4 +1,4 @@
-"""Shows the status of a worker. It is a line below the log, or a line in the log every minute."""
+"""Shows the status of a worker: in a line below its log, or every minute in its log."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class WorkerStatus:
     """Reports a worker's speed, groups and version on its terminal or in its log."""
 
     def __init__(self, line: StatusLine, log: logging.Logger) -> None:
-        """Start before the speed has been measured."""
+        """Start without a measurement of the speed."""
         self._line, self._log = line, log
         self._reported_at: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()
@@ -71,8 +71,7 @@ class WorkerStatus:
     def report(self, view: WorkerView, *, now: float) -> None:
         """Show the worker's state on the status line.
 
-        Without one, log the state every LOG_S seconds. Without a terminal, the state is logged.
-        `now` is the time in seconds.
+        Without a terminal, log the state every LOG_S seconds. `now` is the time in seconds.
         """
         text = self.text(view, now=now)
         if self._line.is_live:

@@ -867,7 +867,7 @@ def find_config_of(
 
 
 def check_ended(arguments: argparse.Namespace, config: Config) -> None:
-    """Refuse to continue a run after a divergence, if a launcher restarted it without the user.
+    """If a launcher restarts a run that has diverged, and no user asked for that, refuse.
 
     Raises:
         DivergedError: if a divergence has ended the run. Only the process of rank 0 raises it.
@@ -891,7 +891,7 @@ POLL_S = 0.2
 
 
 def find_own_join(path: Path, overrides: Sequence[str], role: str, *, patience: bool) -> list[str]:
-    """Return the override that names the join string of a learner on this machine, in a list.
+    """Return a list with one override, which names the join string of a learner on this machine.
 
     The list is empty if the node already has a join string, if encryption is off, or if the node
     dials another machine.
@@ -992,7 +992,7 @@ def read_run_file(path: Path, overrides: Sequence[str], role: Role | None) -> Co
 
 
 def _saved_config(run_dir: Path) -> Config:
-    """Return the configuration of the run being resumed.
+    """Return the configuration that the run to be resumed has saved.
 
     Raises:
         ConfigError: if the run has no saved configuration.

@@ -441,7 +441,7 @@ def divide_site(request: FleetRequest) -> Division:
 
 
 def division_text(request: FleetRequest, division: Division) -> str:
-    """Return a description of the division and the commands that start its nodes."""
+    """Return text that describes the division and lists the commands that start its nodes."""
     lines = [
         f"{request.model.name}: {format_duration(division.step_s)} per step "
         f"(training {format_duration(division.train_s)}, generation "

@@ -38,11 +38,11 @@ newest groups."""
 Decode = Callable[[list[int]], str]
 """The type of a function that converts token ids to text."""
 NUM_NEWEST = 8
-"""Number of newest rollouts that are shown by default."""
+"""Number of rollouts that are shown by default. They are the newest rollouts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print rollouts of a run, as requested; return the exit code."""
+    """Print the rollouts of a run that the command line selects; return the exit code."""
     return run_command(_run, rollouts_parser().parse_args(argv))
 
 

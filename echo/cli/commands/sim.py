@@ -180,14 +180,15 @@ def _table(
 
 AFTER = f" after the first {RUN_IN:.0%} of the steps"
 MAX_DECISIONS = 6
-"""Largest number of printed changes of the set of active workers; sim.json has all changes."""
+"""Largest number of changes of the active workers that the summary prints. sim.json has all
+changes."""
 MAX_LINKS = 8
-"""Largest number of printed links; links with more bytes come first."""
+"""Largest number of links that the summary prints. Links with more bytes come first."""
 
 
 STALENESS_APART = 0.5
-"""Difference between simulated and predicted mean staleness, in steps. The summary explains a
-larger difference."""
+"""If the simulated and the predicted mean staleness differ by more than this number of steps, the
+summary explains why."""
 
 
 def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
@@ -232,7 +233,7 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
 
 
 def waits(summary: Summary) -> str:
-    """Return text on the share of time in which the learner waits."""
+    """Return text that says for which share of time the learner waits."""
     return f"{summary.idle_share:.1%} of the time{AFTER}, {summary.idle_share_in_all:.1%} in all"
 
 

@@ -17,8 +17,8 @@ DRAWING_BYTES = 32
 importing that module would load torch."""
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
-"""Bytes per trained parameter for AdamW's two moments, by optimizer.state. With "8bit" a moment has
-8 bits, and every 64 moments share a scale of 4 bytes."""
+"""Bytes of AdamW's two moments for each trained parameter. The keys are the values of
+optimizer.state. With "8bit" a moment has 8 bits, and every 64 moments share a scale of 4 bytes."""
 
 
 PROCESS_BYTES: Mapping[Role, int] = {
@@ -26,7 +26,8 @@ PROCESS_BYTES: Mapping[Role, int] = {
     "worker": 500_000_000,
     "relay": 100_000_000,
 }
-"""Bytes of the interpreter and libraries before a model is loaded, by role; measured on a CPU."""
+"""For each role, the bytes of the interpreter and the libraries before a model is loaded. They were
+measured on a CPU."""
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 1_500_000_000
 """GPU memory that is reserved for gaps between tensors, for libraries and for their workspaces."""

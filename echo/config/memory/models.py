@@ -24,9 +24,9 @@ PACKED: Mapping[str, bool] = {
     "mixtral": False, "deepseek_v3": True, "glm4_moe": True, "qwen2_5_vl": False, "qwen3_vl": True,
     "mistral3": False, "smolvlm": False,
 }  # fmt: skip
-"""Families of models, by model_type, whose rollouts may share a row and a prompt (docs/models.md).
-The value is True if the family normalises the queries and keys of each head. For other families,
-these properties are unknown, so the larger memory is counted."""
+"""Families of models whose rollouts may share a row and a prompt (docs/models.md). The keys are
+values of model_type. The value is True if the family normalises the queries and keys of each head.
+For other families, these properties are unknown, so the larger memory is counted."""
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -97,7 +97,7 @@ def check_unquantised(directory: Path) -> None:
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
-    """Return the dimensions of the model in a directory from the model's config.json.
+    """Read the dimensions of a model from the config.json in the model's directory.
 
     Parameters are counted in the safetensors files. If files are missing, the number is estimated
     from the dimensions.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from echo.config.schema import Config
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per number, by type."""
+"""For each type of number, its size in bytes."""
 
 VOCAB_CHUNK = 8192
 """Number of columns of logits that exist at once. kernels/logprob.py has the same value, but
@@ -150,7 +150,7 @@ class StepFootprint:
         return lora.rank * facts.num_layers * sum(sizes.get(name, mlp) for name in names)
 
     def fullest_moment(self) -> dict[str, int]:
-        """Return the step's bytes at the moment when they are most, without the model's bytes.
+        """Return the step's bytes at the moment of their largest sum, without the model's bytes.
 
         The dict maps each item's name to its bytes.
         """
@@ -387,8 +387,8 @@ def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) 
     """Return the number of rollouts that share their prompt in one row.
 
     The rollouts fill at most half of a micro-batch. If rollouts do not share prompts, or if sharing
-    saves too little, the number is 1. Completions of full length are assumed, for which sharing
-    saves least.
+    saves less than MIN_SAVED of the row's tokens, the number is 1. Completions of full length are
+    assumed, for which sharing saves least.
     """
     completion = config.max_chain_tokens
     num_fitting = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion

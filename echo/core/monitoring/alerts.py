@@ -115,7 +115,10 @@ class AlertRules:
             self._note_best(earlier, reward, at)
 
     def _note_best(self, window: deque[float], reward: float, step: int) -> None:
-        """Append a step's reward to a window. If the window's mean is the best so far, keep it."""
+        """Append a step's reward to a window.
+
+        If the window's mean is the best so far, keep this mean and its step.
+        """
         if not math.isfinite(reward):
             return
         window.append(reward)

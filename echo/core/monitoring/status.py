@@ -20,8 +20,8 @@ MAX_POINTS = 512
 """Largest number of points of a curve in a status. A screen cannot show more points."""
 
 RunState = Literal["running", "paused", "finished", "stopped"]
-"""The state of a run. "stopped" means that the learner ended before the last step, by a crash or by
-request."""
+"""The state of a run. "stopped" means that the learner ended before the last step, because it
+crashed or was asked to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,8 @@ class LinkStatus:
     bytes_per_s: float | None
     """Measured rate at which the child receives weights; None before a measurement."""
     remaining_s: float | None
-    """Estimated seconds until the version has arrived, computed from `bytes_per_s`; None if that is
-    None."""
+    """Estimated seconds until the version has arrived, computed from `bytes_per_s`; None before a
+    measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class Load:
     """Number of groups that the worker can hold."""
     num_held: int
     most_promised: int
-    """When this many groups are promised, the worker gets no further group.
+    """Limit on the number of promised groups. Once it is reached, the worker gets no further group.
 
     The limit is for the worker's present version.
     """

@@ -49,7 +49,7 @@ MEMORY = 0.8
 factor."""
 
 MAX_SPEED = 1e6
-"""Highest speed of one completion that is believed, tokens per second. Higher reported speeds are
+"""Highest speed of one completion that is accepted, tokens per second. Higher reported speeds are
 cut to this value."""
 
 EQUAL_SPEED = 0.8
@@ -97,7 +97,7 @@ class LengthHistory:
         self.mean = self.rest(0.0)
 
     def rest(self, num_tokens: float) -> float:
-        """A group has `num_tokens` tokens so far. Return how many more it is expected to get."""
+        """Return how many more tokens a group is expected to get after its first `num_tokens`."""
         if not self._sorted:
             return max(1.0, (self._max_tokens - num_tokens) / 2)
         first = bisect_right(self._sorted, num_tokens)
@@ -286,10 +286,7 @@ class FinishTimes:
         return self.known_speed(speed) * self.retry_factor(speed, now=now)
 
     def on_lease_state(self, record: LeaseRecord, state: LeaseState, *, now: float) -> None:
-        """A heartbeat has reported on a lease.
-
-        Update the estimates of its group's length and rate.
-        """
+        """Update the estimates of a lease's length and rate according to a heartbeat."""
         if state.running_s <= 0 or state.num_tokens < 0:
             return
         speed = self.of(record.worker_id).measured or self._usual

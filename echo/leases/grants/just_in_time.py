@@ -356,7 +356,7 @@ class JustInTime:
         return done_at
 
     def _least_staleness(self, load: Load) -> int:
-        """Return how stale a group becomes that is begun right after a version was installed."""
+        """Return how stale a group becomes if it is begun right after a version was installed."""
         before, step = self._versions
         group_s = load.finish_at - load.free_at[0]
         late_s = (self._delay_s.get(load.node_id) or 0.0) + group_s + self.margin_s

@@ -51,9 +51,9 @@ class Occupancy:
         self.num_promised += 1
 
     def num_held(self, worker: LeasedWorker) -> int:
-        """Return how many leases a worker has. Leases from this round count, too.
+        """Return how many leases a worker has.
 
-        Unknown leases count, too.
+        Leases from this round and unknown leases count, too.
         """
         num_held = self._leases.num_leases(worker.node_id) + worker.num_unknown
         return num_held + self._num_given[worker.node_id]

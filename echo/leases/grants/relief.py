@@ -170,9 +170,9 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker for which a lease was requested and that still waits for it.
+        """If a lease was requested for a worker that still waits for it, return this worker.
 
-        None: no worker.
+        Otherwise return None.
         """
         request = record.request
         if request is None or record.copy_of is not None:

@@ -129,10 +129,7 @@ class PartialGroup:
 
     @property
     def oldest_step(self) -> int | None:
-        """Step of the oldest version that sampled a token. None if the group has no tokens.
-
-        None if the group has no tokens.
-        """
+        """Step of the oldest version that sampled a token. None if the group has no tokens."""
         steps = [int(m.policy_versions[:, 1].min()) for m in self.members if m.num_tokens]
         return min(steps, default=None)
 

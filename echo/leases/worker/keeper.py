@@ -30,10 +30,7 @@ class Save(Action):
 
 @dataclass(frozen=True, slots=True)
 class PartialsFound:
-    """Event: a file was found that an earlier process of this worker has left.
-
-    It has these contents.
-    """
+    """Event: an earlier process of this worker has left a file, which contains `data`."""
 
     data: Frame
 
@@ -101,10 +98,7 @@ class PartialKeeper:
         return [Note("warning", text)]
 
     def on_found(self, saved: Frame, run_id: str) -> list[Action]:
-        """An earlier process has left a file.
-
-        Add this run's groups from it, and return a log line.
-        """
+        """Add this run's groups from the file that an earlier process left. Return a log line."""
         try:
             partials = decode_groups(saved, run_id=run_id)
         except RemoteProtocolError as error:

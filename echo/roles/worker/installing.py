@@ -132,7 +132,7 @@ class EngineVersions:
         return newest
 
     def handle(self, event: InstallEvent, *, now: float) -> None:
-        """Record that an installation succeeded or failed, or that the installed weights broke."""
+        """Record how an installation ended, or that the installed version is damaged."""
         match event:
             case VersionInstalled(version):
                 self.installing = self.refusal = None

@@ -464,7 +464,7 @@ class EngineCalls:
         return self._stop(call.groups)
 
     def _on_refused(self, event: CallRefused) -> list[Decision]:
-        """Remove a call that needs a version that the engine has dropped.
+        """Remove a call whose version the engine has dropped.
 
         The call's groups get another version. If the dropped version is the newest, no other
         version may sample the groups, and they are returned to the learner.
@@ -531,7 +531,7 @@ class EngineCalls:
     def leave(self) -> list[Decision]:
         """Stop sampling: recall the calls, or stop offering episodes to agents.
 
-        Running episodes may end.
+        Episodes that are running continue to their end.
         """
         if self.engine.sampler == "agents":
             return [Withdraw()]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from echo.core.bounds import MAX_RATIO
 
 MIN_S = 5.0
-"""Smallest number of seconds of each load from which a gain is computed."""
+"""A gain is computed only if each of the two loads was measured for at least this many seconds."""
 
 
 class EngineThroughput:
@@ -26,7 +26,7 @@ class EngineThroughput:
         self._last: tuple[int, int, float] | None = None
         """Number of rollouts, number of sampled tokens, and time at the last `look`."""
         self._sums = {False: (0, 0.0), True: (0, 0.0)}
-        """(tokens, seconds) by load; True is high load."""
+        """For high load (True) and for low load (False): (tokens, seconds)."""
 
     def look(self, num_rollouts: int, num_tokens: int, *, now: float) -> None:
         """Count the time and tokens since the last `look`, if the load has stayed high or low.

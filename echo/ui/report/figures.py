@@ -304,7 +304,7 @@ def _line(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: 
 
 
 def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points. The running mean of their values replaces each value."""
+    """Return the points, with the running mean in place of each value."""
     return list(zip((x for x, _ in points), smoothed([y for _, y in points]), strict=True))
 
 

@@ -54,7 +54,7 @@ WARNING = re.compile(
     r"[0-9:]+ (WARNING|ERROR|CRITICAL) "
     r'|\{"time": "[^"]+", "level": "(warning|error|critical)"'  # ui.log_format = "json"
 )
-"""Matches the beginning of a line that a warning or an error has in a log."""
+"""Matches the beginning of a log line that is a warning or an error."""
 MAX_DECISIONS = 100
 """Largest number of decisions in a report. The newest decisions are shown."""
 MAX_LONG_WAITS = 10
@@ -379,9 +379,9 @@ def _stages(row: MetricsRow) -> str:
 
 
 def _nodes(run_dir: Path, config: MetricsRow, rows: Sequence[MetricsRow]) -> list[ReportedNode]:
-    """Return the nodes of a run.
+    """Return the nodes of a run: first the nodes without groups, then the workers.
 
-    Nodes without groups come first, then workers in the order of tokens.
+    The workers are sorted by their numbers of tokens.
     """
     deliveries = deliveries_of(read_records(run_dir))
     group_size = int((config.get("batch") or {}).get("group_size", 1))
