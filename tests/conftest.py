@@ -89,6 +89,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the quickstart's model with random weights and its tokenizer; do not write to it."""
+    from echo.engine.model import build_model, save_tiny_model
+
+    directory = tmp_path_factory.mktemp("models") / "random"
+    save_tiny_model(directory, build_model(seed=0))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that writes a small Qwen3 checkpoint (config.json, safetensors).
 

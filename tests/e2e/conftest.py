@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: a random model, and clusters that leave no process behind."""
+"""Fixtures of the end-to-end tests: clusters that leave no process behind."""
 
 from __future__ import annotations
 
@@ -19,33 +19,23 @@ def forks() -> Iterator[ForkServer]:
     server.close()
 
 
-@pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the quickstart's model with random weights: enough for everything but learning."""
-    from echo.engine.model import build_model, save_tiny_model
-
-    directory = tmp_path_factory.mktemp("models") / "random"
-    save_tiny_model(directory, build_model(seed=0))
-    return directory
-
-
 @pytest.fixture
-def cluster(tmp_path: Path, random_model: Path, forks: ForkServer) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, model_dir: Path, forks: ForkServer) -> Iterator[Cluster]:
     """Return a cluster without nodes; those that a test starts are gone after it."""
-    cluster = Cluster(tmp_path / "site", random_model, forks)
+    cluster = Cluster(tmp_path / "site", model_dir, forks)
     yield cluster
     cluster.close()
 
 
 @pytest.fixture(scope="module")
 def make_cluster(
-    tmp_path_factory: pytest.TempPathFactory, random_model: Path, forks: ForkServer
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, forks: ForkServer
 ) -> Iterator[Callable[[], Cluster]]:
     """Return a maker of clusters that live as long as the module's tests."""
     clusters: list[Cluster] = []
 
     def make() -> Cluster:
-        clusters.append(Cluster(tmp_path_factory.mktemp("site"), random_model, forks))
+        clusters.append(Cluster(tmp_path_factory.mktemp("site"), model_dir, forks))
         return clusters[-1]
 
     yield make

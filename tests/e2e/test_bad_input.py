@@ -108,7 +108,7 @@ def save_other_tokenizer(directory: Path, model: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(make_cluster: Callable[[], Cluster], random_model: Path) -> Run:
+def run(make_cluster: Callable[[], Cluster], model_dir: Path) -> Run:
     """Return the run, which has made its steps though all this came in its way."""
     cluster = make_cluster()
     (cluster.directory / "wrong.py").write_text(TASK)
@@ -120,7 +120,7 @@ def run(make_cluster: Callable[[], Cluster], random_model: Path) -> Run:
     }
     learner = cluster.start("learner")
     vocabulary = save_other_vocabulary(cluster.directory / "vocabulary")
-    tokenizer = save_other_tokenizer(cluster.directory / "tokenizer", random_model)
+    tokenizer = save_other_tokenizer(cluster.directory / "tokenizer", model_dir)
     refused = [
         cluster.start("worker", name="vocabulary", settings={"model.name": vocabulary}),
         cluster.start("worker", name="tokenizer", settings={"model.name": tokenizer}),

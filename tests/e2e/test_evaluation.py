@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 
 def test_workers_of_which_one_is_killed_give_the_scores_of_one_machine(
-    cluster: Cluster, random_model: Path
+    cluster: Cluster, model_dir: Path
 ) -> None:
-    command = [sys.executable, "-m", "echo.cli.main", "eval", str(random_model), "--json"]
+    command = [sys.executable, "-m", "echo.cli.main", "eval", str(model_dir), "--json"]
     command += ["--config", str(cluster.config_path), "--prompts", "8", "--samples", "3"]
     where: dict[str, Any] = {
         "cwd": cluster.directory,

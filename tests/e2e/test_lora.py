@@ -17,7 +17,7 @@ MAX_STEPS = 16
 
 
 def test_an_adapter_learns_across_a_crash_and_is_exported(
-    cluster: Cluster, random_model: Path
+    cluster: Cluster, model_dir: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -29,7 +29,7 @@ def test_an_adapter_learns_across_a_crash_and_is_exported(
         "worker.max_concurrent_rollouts": 32,
     }
     trained = {"lora.rank": 8, "optimizer.learning_rate": 1e-2}
-    worker = cluster.start("worker", name="w1", settings={"model.name": str(random_model)})
+    worker = cluster.start("worker", name="w1", settings={"model.name": str(model_dir)})
     doomed = cluster.start("learner", "--crash-at", "published:7", settings=trained)
     assert cluster.wait_for_end(doomed) == -signal.SIGKILL
     cluster.finish(cluster.start("learner", "--resume", settings=trained), worker)
@@ -42,6 +42,6 @@ def test_an_adapter_learns_across_a_crash_and_is_exported(
 
     final = cluster.run_dir / "final"
     assert json.loads((final / "adapter_config.json").read_text())["r"] == 8
-    base = AutoModelForCausalLM.from_pretrained(random_model)
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
     merged = PeftModel.from_pretrained(base, final).merge_and_unload()
     assert sum(p.numel() for p in merged.parameters()) > 100_000

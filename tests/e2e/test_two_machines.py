@@ -170,11 +170,11 @@ def check_directory(second: Site) -> None:
 
 
 def test_the_page_works_with_nothing_on_the_worker_but_checkout_and_join_string(
-    tmp_path: Path, random_model: Path, checkout: Path, machines: dict[str, str]
+    tmp_path: Path, model_dir: Path, checkout: Path, machines: dict[str, str]
 ) -> None:
     config = write_config(checkout)
     first = Site(tmp_path / "first", checkout, machines["learner"])
-    model = str(shutil.copytree(random_model, first.directory / "model"))
+    model = str(shutil.copytree(model_dir, first.directory / "model"))
     between = Site(tmp_path / "between", checkout, machines["relay"], hidden=first.directory)
     second = Site(tmp_path / "second", checkout, machines["worker"], hidden=first.directory)
     nodes: list[NodeProcess] = []

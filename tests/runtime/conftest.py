@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from echo.engine.model import build_model, save_tiny_model
 from echo.sim.network import Network
 from tests.promises.conftest import make_world  # noqa: F401 -- a fixture
 from tests.runtime.harness import Play, Run
@@ -17,14 +16,6 @@ from tests.runtime.harness import Play, Run
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the tiny model with its tokenizer."""
-    path = tmp_path_factory.mktemp("runtime") / "model"
-    save_tiny_model(path, build_model(seed=0))
-    return path
 
 
 @pytest.fixture
