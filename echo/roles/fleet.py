@@ -18,6 +18,11 @@ MAX_NAMES_LISTED = 3
 MAX_VERSIONS_LISTED = 8
 MIN_RUNNING_S = 5.0
 """A group must have run for this many seconds before its rate counts as the worker's speed."""
+LATE_GROUPS = 2.0
+"""The rate of a group also counts once the group has run this many times its worker's usual time.
+
+A slow worker may hand over each group before it has run MIN_RUNNING_S, and deliver none.
+"""
 
 
 class FleetView:
@@ -118,8 +123,10 @@ class FleetView:
 
     def _observe_worker(self, member: Member, *, is_fresh: bool) -> ObservedNode:
         records = self._leases.worker_leases(member.node_id)
-        running = [record.rate for record in records if record.running_s >= MIN_RUNNING_S]
-        measured = self._scheduler.finish_times.of(member.node_id).measured
+        finish_times = self._scheduler.finish_times
+        least_s = min(MIN_RUNNING_S, LATE_GROUPS * finish_times.group_s(member.node_id))
+        running = [record.rate for record in records if record.running_s >= least_s]
+        measured = finish_times.of(member.node_id).measured
         return replace(
             member.describe(len(records)),
             num_here=sum(record.is_delivered for record in records),

@@ -53,6 +53,11 @@ class Run:
         return self.world
 
 
+def beats(pace: float) -> dict[str, Any]:
+    """Return the settings of a run whose steps take as many times less than usual."""
+    return {"network": {"heartbeat_s": 0.5}} if pace > 1 else {}
+
+
 def few_in_flight(make_world: MakeWorld) -> World:
     few = {"batch": {"groups_per_step": 2}, "sync": {"max_staleness": 0}}
     return Run(make_world, **few).start(rated=Rated(tokens_per_s=3.0, places=8))
@@ -112,11 +117,12 @@ def stuck_reward(make_world: MakeWorld) -> World:
     return Run(make_world).start(reward_s=80.0)
 
 
-def straggler(make_world: MakeWorld) -> World:
+def straggler(make_world: MakeWorld, *, pace: float = 1.0) -> World:
     slowdown = {"w3": 1.0}
-    run = Run(make_world, sync={"max_staleness": 0}, leases={"hedge_factor": False})
-    world = run.start()
-    slow = replace(PACE, slowdown_of=lambda key: slowdown["w3"])
+    rated = replace(PACE, tokens_per_s=pace * PACE.tokens_per_s)
+    how: dict[str, Any] = {"sync": {"max_staleness": 0}, "leases": {"hedge_factor": False}}
+    world = Run(make_world, train_s=10.0 / pace, **how, **beats(pace)).start(rated=rated)
+    slow = replace(rated, slowdown_of=lambda key: slowdown["w3"])
     world.worker("w3", rated=slow)
     world.run_until(lambda: world.step >= 6 and world.sampling("w3"), within_s=300.0)
     slowdown["w3"] = 20.0
@@ -133,11 +139,13 @@ def slow_learner(make_world: MakeWorld) -> World:
     return Run(make_world, train_s=40.0).start()
 
 
-def few_workers(make_world: MakeWorld) -> World:
-    return Run(make_world).start(rated=Rated(tokens_per_s=1.0, places=20), num_workers=1)
+def few_workers(make_world: MakeWorld, *, pace: float = 1.0) -> World:
+    rated = Rated(tokens_per_s=pace, places=12)
+    run = Run(make_world, train_s=10.0 / pace, **beats(pace))
+    return run.start(rated=rated, num_workers=1)
 
 
-FAULTS: Mapping[str, tuple[Callable[[MakeWorld], World], str, str, str]] = {
+FAULTS: Mapping[str, tuple[Callable[..., World], str, str, str]] = {
     "few in flight": (few_in_flight, "few_in_flight", "sync.max_staleness", "staleness bound"),
     "few places": (few_places, "few_in_flight", "worker.max_concurrent_rollouts", "engine of w."),
     "small KV cache": (
@@ -203,6 +211,17 @@ def test_a_fault_is_named_with_its_resource_and_setting(make_world: MakeWorld, n
     assert (first["cause"], first["setting"]) == (cause, setting), first["text"]
     assert re.fullmatch(resource, first["resource"]), first
     assert any(first["text"] in note for note in world.notes("learner"))
+
+
+@pytest.mark.parametrize("name", ["few workers", "straggler"])
+def test_a_fault_is_named_where_steps_take_a_second(make_world: MakeWorld, name: str) -> None:
+    make, cause, setting, resource = FAULTS[name]
+    world = make(make_world, pace=15.0)
+    begun = world.step
+    world.run_until(lambda: explained(world) or world.step >= begun + MAX_STEPS)
+    first = explained(world)[0]
+    assert (first["cause"], first["setting"]) == (cause, setting), first["text"]
+    assert re.fullmatch(resource, first["resource"]), first
 
 
 def balanced(seed: int) -> Scenario:

@@ -1,6 +1,10 @@
 """Stalls: explain why the learner waits long or workers are idle.
 
-The learner observes its fleet when its own activity changes, and otherwise at most once in LOOK_S.
+The learner observes its fleet when its own activity changes. Then it observes the fleet again after
+FIRST_LOOK_S, and at pauses that double up to LOOK_S, because the workers' states change soon after
+a new version or a new batch. A pause that is too long would count a short state, such as the
+fetching of a version, for the whole pause.
+
 The times between observations are added up for each step (`echo/fleet/explain.py`). These times are
 explained:
 
@@ -22,6 +26,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
@@ -39,12 +44,17 @@ from echo.roles.learner import Learner
 from echo.runtime.learner.batches.groups import DeliveredGroups
 from echo.runtime.learner.report import Progress
 
+FIRST_LOOK_S = 0.05
+"""Smallest time from a change of the learner's activity to the next observation, seconds."""
 LOOK_S = 0.5
-"""Smallest time between two observations while the learner's activity stays the same, seconds."""
+"""Largest of the pauses between observations that double after a change of the learner's activity,
+seconds. Later pauses last a heartbeat interval."""
 LOOK_S_PER_NODE = 1e-3
 """Smallest time between two observations, seconds per node of the fleet."""
 MIN_WAIT_S = 10.0
 """Waits up to this many seconds always count as usual."""
+STEADY_WAIT_S = 2.0
+"""If the last NUM_STEPS steps together waited at most this many seconds, no wait is explained."""
 START_S = 60.0
 """In the first WARM_UP_STEPS steps, waits up to this many seconds count as usual.
 
@@ -101,6 +111,7 @@ class Stalls:
         """The explanation of the present wait or of the last steps; None if nothing stalls."""
         self._activity = "starting"
         self._at = self._looked_at = self._waits_from = now
+        self._pause_s, self._has_turned = FIRST_LOOK_S, asyncio.Event()
         self._fleet = self._observe()
         self._tally, self._activities = Tally(), Activities(float)
         """The times of the step under way."""
@@ -125,11 +136,14 @@ class Stalls:
             self._waits_from = now
         self._activity = activity
         self._look(now)
+        self._pause_s = FIRST_LOOK_S
+        self._has_turned.set()
 
     def check(self, now: float) -> None:
         """Observe the fleet if an observation is due, and explain a long wait."""
-        if now < self._looked_at + max(LOOK_S, LOOK_S_PER_NODE * len(self._fleet.nodes)):
+        if now < self._looked_at + max(self._pause_s, LOOK_S_PER_NODE * len(self._fleet.nodes)):
             return
+        self._pause_s = min(LOOK_S, 2 * self._pause_s)
         self._count(now)
         self._look(now)
         if self._role.is_paused:
@@ -146,10 +160,14 @@ class Stalls:
             self._write(self._role.step, {"explain": _as_row(found)})
 
     async def watch(self) -> None:
-        """Observe the fleet and explain long waits every heartbeat interval, until cancelled."""
+        """Observe the fleet and explain long waits, until cancelled."""
         heartbeat_s = self._role.settings.leases.heartbeat_s
         while True:
-            await asyncio.sleep(heartbeat_s)
+            self._has_turned.clear()
+            with suppress(TimeoutError):
+                pause_s = self._pause_s if self._pause_s < LOOK_S else heartbeat_s
+                async with asyncio.timeout(min(pause_s, heartbeat_s)):
+                    await self._has_turned.wait()
             self.check(asyncio.get_running_loop().time())
 
     def _count(self, now: float) -> None:
@@ -246,7 +264,8 @@ class Stalls:
                 activities[activity] += spent_s
         num_steps, all_s = len(self._last), sum(activities.values())
         share = total.waited_s / max(all_s, 1e-9)
-        if share > LONG_SHARE and total.waited_s >= MIN_WAIT_S:
+        least_s = MIN_WAIT_S if num_steps < NUM_STEPS else STEADY_WAIT_S
+        if share > LONG_SHARE and total.waited_s >= least_s:
             self.current = explain_wait(total, self._fleet)
             return f"waited {share:.0%} of the last {num_steps} steps, as for {self.current}"
         # At first all groups that the bound admits are sampled at once; then the workers rest.
