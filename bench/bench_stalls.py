@@ -209,12 +209,12 @@ def inject_real(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         run = RealRun(REAL[name], Path(directory), num_steps=MAX_STEPS)
         run.go(lambda: any(map(is_right, run.explained)))
-        found, num_steps = run.explained, len(run.steps)
+        found, num_steps, times = run.explained, len(run.steps), times_of(run.steps)
     right = next(filter(is_right, found), {"cause": "", "setting": "", "resource": "", "text": ""})
     earlier = {each["cause"]: each["text"] for each in found if each["cause"] != cause}
     print(COLUMNS.format(name, num_steps, right["cause"], right["setting"], bool(right["cause"])))
     print(f"    {right['text']}; earlier: {', '.join(earlier) or 'none'}", flush=True)
-    row = {"fault": name, "steps": num_steps, "is_right": bool(right["cause"]), **right}
+    row = {"fault": name, "steps": num_steps, "is_right": bool(right["cause"]), **right, **times}
     return {**row, "earlier": earlier}  # cause -> the newest text
 
 
@@ -223,18 +223,22 @@ def run_healthy(real: Real) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         run = RealRun(real, Path(directory), num_steps=HEALTHY_STEPS)
         run.go(lambda: False)
-        found, steps = run.explained, run.steps[WARM_UP_STEPS:]
+        found, num_steps, times = run.explained, len(run.steps), times_of(run.steps)
+    row = {"steps": num_steps, **times, "explained": found}
+    print(row, flush=True)
+    return row
+
+
+def times_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return a step's mean seconds, and how long learner and workers waited, after the warm-up."""
+    steps = rows[WARM_UP_STEPS:]
     step_s = sum(row["time/step"] for row in steps) or math.nan
     idle = [row.get("rollouts/idle_ratio", 0.0) for row in steps]
-    row = {
-        "steps": len(steps),
+    return {
         "step_s": step_s / max(1, len(steps)),
         "learner_waited": sum(row["time/wait_for_batch"] for row in steps) / step_s,
         "workers_idle": sum(idle) / max(1, len(idle)),
-        "explained": found,
     }
-    print(row, flush=True)
-    return row
 
 
 class RealRun:
