@@ -121,7 +121,7 @@ class PlainLog:
             bound = f"max {last.max_staleness} of {snapshot.max_staleness}"
             parts.append(f"staleness {last.mean_staleness:.2f} ({bound})")
         parts.append(f"{short_count(last.accepted_tokens_per_s)} tokens/s")
-        parts.append(f"{last.seconds:.3g} s")
+        parts.append(format_duration(last.seconds))
         return f"{'  '.join(parts)}  | {'  '.join(self._run_parts(snapshot))}"
 
     def _run_parts(self, snapshot: RunStatus) -> list[str]:

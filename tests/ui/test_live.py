@@ -102,7 +102,7 @@ QUIET = {"notices": (), "eval_history": ()}
 
 def test_step_line_says_it_all(log: Log, make_status: MakeStatus) -> None:
     assert log.lines_for(make_status(**QUIET)) == [
-        "[1:10] step 7/10  reward 0.700  staleness 0.40 (max 1 of 3)  1.23k tokens/s  2.5 s  | "
+        "[1:10] step 7/10  reward 0.700  staleness 0.40 (max 1 of 3)  1.23k tokens/s  2.5s  | "
         "1 worker (1 lost)  idle 12% recently, 25% in all  refused stale 4"
     ]
 
