@@ -51,7 +51,10 @@ def test_a_paused_run_grants_nothing_loses_nothing_and_goes_on(fleet: World) -> 
     fleet.run(10.0)
     step, num_running = fleet.step, role.leases.num_running
     assert num_running == 0, "what was granted is finished"
+    stalls = fleet.node("learner")._stalls
+    counted_s = sum(stalls._activities.values())
     fleet.run(20.0)
+    assert sum(stalls._activities.values()) == counted_s, "the operator's time is part of no step"
     assert (fleet.step, fleet.end("learner")) == (step, None)
     assert states(fleet) == {"paused"}
     assert fleet.waiting_for().startswith("the operator: paused")

@@ -172,9 +172,10 @@ class Stalls:
 
     def _count(self, now: float) -> None:
         seconds, self._at = now - self._at, now
-        activity = self._activity or ("paused" if self._role.is_paused else "")
-        self._activities[activity] += seconds
-        self._tally.add(self._fleet, seconds, is_waiting=not activity)
+        if self._role.is_paused and not self._activity:
+            return  # the operator's time is part of no step
+        self._activities[self._activity] += seconds
+        self._tally.add(self._fleet, seconds, is_waiting=not self._activity)
 
     def _look(self, now: float) -> None:
         had_workers = bool(self._fleet.workers)
