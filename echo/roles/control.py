@@ -80,7 +80,7 @@ class ControlLink:
         return self._connection is not None and self._connection.peer == peer
 
     def dial(self, now: float) -> list[Action]:
-        """Dial the address whose turn it is."""
+        """Dial the present address. Each address of the learner has its turn."""
         addresses = self._parents.learner_addresses
         address = addresses[self._address_index % len(addresses)]
         self._connection = self._parents.control = Connection(address, dialled_at=now)

@@ -60,7 +60,7 @@ class BillRecord:
 
 @dataclass(slots=True, eq=False)
 class Rental:
-    """A period for which one machine was paid."""
+    """A period in which the run paid for one machine."""
 
     name: str
     offer: Offer

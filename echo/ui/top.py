@@ -176,7 +176,7 @@ class TopScreen:
     def _ask(self, key: str) -> None:
         """Ask the user to confirm the operation of a key.
 
-        If it is not possible, show the reason.
+        If the operation is not possible, show the reason.
         """
         if self.status is None:
             return
