@@ -42,7 +42,11 @@ class LengthBias:
     """Compares the lengths of delivered completions with the lengths of trained completions."""
 
     def __init__(self, *, window: int = WINDOW) -> None:
-        """Start without groups. Both samples keep the lengths of their last `window` groups."""
+        """Start without groups.
+
+        The lengths of delivered completions are one sample, and those of trained completions are
+        another. Each sample has the last `window` groups.
+        """
         self.window = window
         self._delivered: dict[int, tuple[int, ...]] = {}
         self._trained: deque[tuple[int, ...]] = deque(maxlen=window)

@@ -103,7 +103,7 @@ def clipped_surrogate(
     clip_ratio/dual    A < 0 and r > c
     clip_ratio/mean    any of the three
 
-    Each mask marks the elements with the condition. Marked elements have no gradient.
+    Each mask is True for the elements that meet its condition. These elements have no gradient.
 
     Args:
         ratio: any shape; with gradient.
@@ -874,8 +874,8 @@ class GepoLoss:
         l_i = -min(w_i A_i, clip(w_i, 1 - low, 1 + high) A_i) + c KL_i
         loss = sum_i l_i / num_rollouts
 
-    gate_kl > 0 is GEPO+: if KL_i is below the gate, w_i is p_i / q_i as in GSPO. For so small a KL,
-    E would add bias and hardly reduce the variance. The gate has no gradient.
+    gate_kl > 0 is GEPO+: if KL_i is below the gate, w_i is p_i / q_i as in GSPO. If the KL is so
+    small, a ratio to E would add bias and hardly reduce the variance. The gate has no gradient.
 
     Source: GEPO, arXiv:2508.17850, eq. 1 to 3, figure 1; GEPO+ and the clip: the authors' code.
     Differs from the paper: the expectation is over the group, not over a random mixed micro-batch.
@@ -1007,8 +1007,8 @@ class EntropyBonusLoss:
 
     Source: A3C, arXiv:1602.01783, section 4; PPO, arXiv:1707.06347, eq. 9.
     Differs from the paper: the mean is over the batch's trained tokens.
-    Limits: the sampler drew the contexts, without importance weights here. If c is too large, the
-    entropy grows without bound: watch `entropy/mean`.
+    Limits: the sampler drew the tokens before t, and no importance weight corrects for this. If c
+    is too large, the entropy grows without bound: watch `entropy/mean`.
     """
 
     loss: Loss

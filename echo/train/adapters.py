@@ -5,7 +5,7 @@ counts of all other adapters are stored in `Adapters`. So no other part of a tra
 number of adapters. All adapters have the same shape, and share the trainer's loss, temperature,
 advantages and reference.
 
-A trainer of all weights has no adapters, and `progress` covers all weights.
+A trainer of all weights has no adapters. Then `Adapters.progress` is the progress of all weights.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Adapters:
         """Raise an error if the adapter in use has no gradient, but another adapter has one.
 
         Raises:
-            ConfigError: in this case. The message names the adapters with a gradient.
+            ConfigError: if only stored adapters have a gradient. The message names these adapters.
         """
         waiting = sorted(name for name, (aside, _) in self._others.items() if aside.gradients)
         if waiting and not self._weights.has_gradient:

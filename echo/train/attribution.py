@@ -13,7 +13,8 @@ mu the probability that the worker recorded:
 The four parts add up to the log-ratio. `retokenised` is the share of rollouts whose decoded text
 encodes to other ids. A system that sends text would have this mismatch too.
 
-Tokens of versions that are no longer on disk are counted and left out.
+If the version that sampled a token is no longer on disk, the token is left out. `skipped` is the
+share of such tokens.
 """
 
 from __future__ import annotations

@@ -32,8 +32,9 @@ decay. If the loss or gradient of a batch is not finite or cannot be computed, `
 backup in the host's memory. `find_faulty` returns the groups at fault.
 
 Log-probabilities are of the whole distribution at `temperature`. Samplers with top-p or top-k
-report larger log-probabilities, so ratios are below 1 even without staleness. For these samplers
-the configuration refuses losses whose range of ratios ends above 1 (config/losses.py).
+report larger log-probabilities than the trainer computes. So ratios are below 1 even without
+staleness. For these samplers the configuration refuses losses whose range of ratios ends above 1
+(config/losses.py).
 
 Several processes may train one model (ranks/sharding.py). Each process has a trainer. All processes
 make the same calls with the same arguments, and get the same results or errors. If one process
@@ -341,9 +342,9 @@ class Trainer:
         The rate is multiplied by sqrt(ess), where ess = `rollout_ess(sums)` is between 0 and 1, and
         1 on-policy.
 
-        Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW and the
-        unclipped weights of its code. Differs from the paper: no off-policy baseline, and rollouts
-        without a gradient do not count.
+        Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW. The
+        importance weights are unclipped, as in the code of VCPO's authors. Differs from the paper:
+        no off-policy baseline, and rollouts without a gradient do not count.
         """
         if not self._scales_by_ess:
             return settings

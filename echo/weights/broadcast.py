@@ -23,13 +23,14 @@ Rules
 * A chunk is held (counted as present) once it is written. Then the node forwards the chunk and
   gives new credit. A write that may take long runs in a thread (`receiver.py`). So a slow disk
   delays only its own node.
-* A child takes the path with the fewest bytes to the newest version, and fetches the first item on
-  this path. The item is the whole image, a keyframe, or a delta from a version that the child holds
-  completely.
-* A newer version preempts the present fetch only if less than half of the present item has arrived,
-  and the direct path to the newer version costs no more bytes than the path through the present
-  item. The fetch after a preemption is not preempted. Otherwise a link slower than the pace of
-  publication would never complete a version.
+* A path to a version is the series of items to fetch for it, such as a keyframe and two deltas. A
+  child chooses the path to the newest version that has the fewest bytes, and fetches the first item
+  on this path. This item is the whole image, a keyframe, or a delta from a version that the child
+  holds completely.
+* A newer version preempts the present fetch under two conditions: less than half of the present
+  item has arrived, and the path to the newer version without the present item has no more bytes
+  than the path with it. The fetch after a preemption is not preempted. Otherwise a link slower than
+  the pace of publication would never complete a version.
 * Lost messages are requested again. A child leaves a parent that is silent for too long
   (`link.py`), and turns to the spare parent. Without a spare parent the child repeats its request,
   and leaves the parent at the second silence. A child also leaves a parent that sends chunks with
@@ -40,8 +41,8 @@ Rules
   parent's offers.
 
 `Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). The
-halves share the store and do not call each other. The receiver returns values for the sender, which
-are defined in `store/changes.py`.
+halves share the store and do not call each other. The receiver reports what has changed in the
+store (`store/changes.py`), and `Broadcast` informs the sender.
 """
 
 from __future__ import annotations
@@ -327,9 +328,9 @@ class Broadcast:
     def expect(self, newest: PolicyVersion | None, *, now: float) -> list[Action | ParentFailed]:
         """Ask the parent for the learner's newest version, if that version was not offered yet.
 
-        The Announce of this version may be under way, or may have been lost. If no newer version is
-        announced within GIVE_UP_STALLS * stall_s, the node leaves the parent: the parent has no
-        space for the version, or the parent's own links are broken.
+        The Announce of this version may be under way, or may have been lost. The parent may also
+        have no space for the version, or have broken links of its own. So if the parent announces
+        no newer version within GIVE_UP_STALLS * stall_s, the node leaves the parent.
         """
         held = self.newest_complete
         known = (self._store.newest_known, self.receiver.offers.newest)

@@ -6,8 +6,8 @@
     node with a key   decrypts an image's chunk when writing the chunk, and a coded block when
                       decoding the block
 
-Encrypted chunks are sent over sockets without CURVE (`net/zmq.py`), which takes far less CPU. All
-other messages, including tables and keys, use CURVE.
+Encrypted chunks are sent over sockets without CURVE (`net/zmq.py`). This takes far less CPU than a
+second encryption by CURVE. All other messages, including tables and keys, use CURVE.
 
 **Keys.** The learner draws a key for each form of each version, and keeps keys only in memory. Each
 manifest or table contains the hash of the key, and is sent together with the key
@@ -26,9 +26,10 @@ long as the plain chunk.
 them. A second, encrypted image would cost as much memory as the model. The file of an image on disk
 is readable only by its owner. To send a chunk, the node encrypts the chunk again. Key, nonce and
 text are the same, so the result is the bytes that the learner has signed. Recent encrypted chunks
-are cached for further children (`SentChunks`). If an image's memory may change, a chunk's hash is
-compared before the chunk is sent, because a nonce must not encrypt a second text. Encoded versions
-are kept in memory encrypted, together with their tables and keys.
+are cached for further children (`SentChunks`). A nonce must not encrypt a second text. So if an
+image's memory may change, the node hashes the encrypted chunk, and sends the chunk only if the
+learner has signed this hash. Encoded versions are kept in memory encrypted, together with their
+tables and keys.
 
 With `security.curve = false`, chunks are not encrypted, and hashes are of the plain chunks.
 """

@@ -28,8 +28,8 @@ words have changed, CHANGES is within 5 % of the shortest codec, however large t
 more words have changed, samples from the whole block decide.
 
 The decoder compares every length with the size of the block before it allocates memory. For an
-honest block the decoder allocates a few times the size of the block. For a malicious block it
-allocates at most about twenty times this size.
+honest block, the decoder allocates a few times the size of the block. For a malicious block, the
+decoder allocates at most about twenty times the size of the block.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def find_changes(old: Words, new: Words) -> tuple[Indices, Words, Words]:
 
 
 def gather(values: npt.NDArray[Any], where: Indices) -> npt.NDArray[Any]:
-    """Return the values at these indices, which must be valid.
+    """Return the values at the indices `where`, which must be valid.
 
     The indices are clipped, because clipping is numpy's fastest check of indices.
     """
@@ -407,7 +407,9 @@ class CodedBlock:
 
     coded: bytes
     old_hash: bytes
-    """BLAKE3-256 hash of the replaced bytes: the changed words and the tail, or the whole block."""
+    """BLAKE3-256 hash of the replaced bytes. With the codec CHANGES, these are the old values of
+    the changed words and the tail. With all other codecs, they are the whole block of the base.
+    """
 
 
 def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBytes) -> bytes:

@@ -307,7 +307,7 @@ class ParentLink:
     def has_space(self, num_bytes: int) -> bool:
         """Return whether `num_bytes` more bytes may wait to be written.
 
-        The limit is far above the credit of a parent.
+        The limit is far above the credit that this node gives to a parent.
         """
         return self.writing_bytes + num_bytes <= MAX_WRITING_WINDOWS * MAX_WINDOW_BYTES
 

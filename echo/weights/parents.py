@@ -174,8 +174,8 @@ class Parents:
         """The (node id, address) pairs to dial, in order.
 
         First come the parents of the plan. Then come the learner's other addresses and the control
-        peer, as the last resort. Then the parents of the plan come again, with a shorter
-        quarantine.
+        peer, as the last resort. Then the parents of the plan come again. This time, a quarantine
+        ends after ALONE_S and not after QUARANTINE_S.
         """
         planned, control = {address for _, address in self._parents}, self.control
         last = [(LEARNER_ID, each) for each in self.learner_addresses if each not in planned]
@@ -352,7 +352,7 @@ class Parents:
     def expire(self, *, now: float) -> list[Action]:
         """Leave parents that do not answer.
 
-        If it is due, also dial a parent or replace the spare parent.
+        If a retry is due, also dial the next spare parent or the plan's next parent.
         """
         actions: list[Action] = []
         for connection in self.connections:

@@ -52,7 +52,8 @@ IDLE_SHARE = 0.25
 """Largest mean share of children that the uplink does not limit. If a sample exceeds this share,
 its rate is only a lower bound of the uplink's rate.
 
-`UplinkEstimate.wait` reports the share; the mean is taken over the time of the sample.
+The sender passes each new share to `UplinkEstimate.wait`. The mean is taken over the time of the
+sample.
 """
 
 LOWER_SAMPLES = 4
@@ -92,9 +93,10 @@ class RateEstimate:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the link has paused, so that the next chunk starts a new measurement.
+        """Whether the link has paused.
 
-        The bytes of that chunk are not counted.
+        If it has, the next chunk starts a new measurement, and the bytes of that chunk are not
+        counted.
         """
         return self._last_at is None
 
@@ -124,7 +126,7 @@ class RateEstimate:
     def pause(self) -> None:
         """Record that no bytes are under way until the next chunk.
 
-        This time is not busy time.
+        The time until the next chunk is not busy time.
         """
         self._last_at = None
 

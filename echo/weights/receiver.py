@@ -8,20 +8,21 @@ verifies images that deltas have made. A chunk passes these steps:
     Chunk -> take -> WriteChunk -> [a thread, or here at once] -> written: held, served, credited
 
 Chunks that arrive in one message are verified one by one, and then held, forwarded and credited
-together. This saves Python time: handling a single chunk takes half as long as hashing the chunk.
+together. This saves time in Python: for a single chunk, the Python code takes half as long as the
+hash.
 
 **Writing.** If the version store is a mapped file, a write may block until the disk has caught up.
 Such a write runs in a thread. A write to memory is done at once, because a thread costs more than
 the copy. Chunks of encoded versions are always in memory.
 
 * *Backpressure.* Credit is given for written chunks. So the window of the link bounds the memory of
-  unwritten chunks, and a slow disk throttles the parent. A parent that far exceeds its credit is
-  dropped.
+  unwritten chunks, and a slow disk throttles the parent. The node leaves a parent that far exceeds
+  its credit.
 * *Order.* Writes may end in any order. A chunk that is being written is not requested again, and a
   second copy is discarded. The chunk is not served before the write has ended.
-* *Eviction.* The work keeps a reference to the image's memory, so this memory is not reused for
-  another version before the write ends. If the item is dropped during the write, the result of the
-  write is ignored, and only the credit is returned.
+* *Eviction.* A `WriteChunk` keeps a reference to the image's memory. So this memory is not reused
+  for another version before the write ends. If the item is dropped during the write, the result of
+  the write is ignored, and only the credit is returned.
 * *Silence.* While a chunk is being written, the parent does not count as silent. Time without
   credit does not lower the measured rate of the link.
 * *A failed write.* If the disk refuses a write, the receiver acts as if the disk were full.
@@ -33,9 +34,9 @@ arrives.
 **Damage.** If the audit finds damaged memory, all versions in this memory are dropped. The newest
 version is then fetched as a whole image.
 
-**Out of space.** If an item finds no space, the held versions are kept, and the fetch is retried:
-soon after this node has dropped an image, otherwise with a backoff. The operator gets a single
-warning, at the first failure.
+**Out of space.** If there is no space for an item, the held versions are kept, and the node retries
+the fetch. The retry follows soon after this node has dropped an image, and otherwise after a pause
+that doubles each time. The operator gets a single warning, at the first failure.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class Receiver:
         return peer
 
     def _abandon_unoffered(self, now: float) -> list[Action]:
-        """Abandon the present item if the parent does not offer it and no table has arrived.
+        """Abandon the present item if the parent does not offer it and it has no table yet.
 
         Such an item may not exist at all.
         """

@@ -18,10 +18,10 @@ time. The sizes measured in this run determine which forms are made, so that nod
 
 * A node without any version fetches the last **keyframe**, and then the deltas made since. A new
   keyframe is due in two cases: this path has more bytes than a new keyframe plus KEYFRAME_MARGIN,
-  or more than MAX_STEPS encoded versions. At a learning rate of 1e-6, a bf16 delta has 1/116 and a
-  keyframe 2/3 of the image's bytes, and every 16th version gets a keyframe. At 5e-6, a delta has
-  1/37, and every 7th version gets a keyframe. The first version always gets a keyframe if keyframes
-  are clearly smaller than the image.
+  or more than MAX_STEPS encoded versions. At a learning rate of 1e-6, a keyframe has 2/3 of the
+  bytes of a bf16 image, and a delta has 1/116. Then every 16th version gets a keyframe. At 5e-6, a
+  delta has 1/37 of the image's bytes, and every 7th version gets a keyframe. The first version
+  always gets a keyframe if keyframes are clearly smaller than the image.
 * A **delta** is made only if deltas are clearly smaller than the forms without a base. If the last
   delta was larger than DELTA_SHARE of a keyframe or image, the next versions get no delta. After
   RETRY_AFTER versions a delta is tried again, because deltas shrink when the learning rate decays.

@@ -6,10 +6,11 @@ chunks in ascending order, within its credit, as soon as this node holds them.
 * **Siblings.** Children that fetch the same item are siblings. TCP divides an uplink unevenly, and
   the child with the smallest share would delay all nodes below that child. So no child may be more
   than MAX_LEAD_CHUNKS ahead of its slowest sibling. Siblings do not wait for a child whose next
-  chunk this node does not hold. They do not wait for a child that is silent for the usual time of
-  SILENT_CHUNKS chunks. After SLOW_AFTER_S they do not wait for a child with less than half of the
-  median rate, for example because of a slow disk. The rate of a child excludes the time in which
-  the child waits for a sibling. Otherwise all siblings would seem as slow as the slowest.
+  chunk this node does not hold. They do not wait for a child without credit that has been silent
+  for too long: for the time in which it usually takes SILENT_CHUNKS chunks. Some children have less
+  than half of the median rate, for example because of a slow disk. After SLOW_AFTER_S, siblings do
+  not wait for such a child. The rate of a child excludes the time in which the child waits for a
+  sibling. Otherwise all siblings would seem as slow as the slowest.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in its
   own frame, because most of the Python time is spent once per message. On a slow link each chunk is
   a message, so that the child can forward each chunk on arrival.
@@ -129,7 +130,7 @@ class Pace:
     def at_once(self, now: float) -> int:
         """Return the number of chunks to send in one message, at least 1.
 
-        This is the number of chunks that the child takes in TOGETHER_S.
+        The child takes this number of chunks in TOGETHER_S.
         """
         self._count(now)
         return min(MAX_CHUNKS, max(1, int(self._rate(SAMPLE_S) * TOGETHER_S)))
@@ -207,7 +208,7 @@ class Child:
     def give(self, credit_bytes: int) -> None:
         """Add credit in bytes, up to a total of MAX_WINDOW_BYTES.
 
-        An honest child never exceeds it.
+        An honest child never exceeds this total.
         """
         self.credit_bytes = min(self.credit_bytes + credit_bytes, MAX_WINDOW_BYTES)
 
@@ -444,9 +445,9 @@ class Sender:
         )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
-        """Return the largest lead, in chunks, that a child of this list may have.
+        """Return the largest lead, in chunks, that a child in `family` may have.
 
-        None if there is no limit.
+        `family` has the siblings that fetch one item. None if there is no limit.
         """
         members = [
             child

@@ -8,9 +8,10 @@ three kinds:
 * **Routed messages** go between a node and the learner, over any number of relays. Relays forward
   routed messages by the node id in the envelope, without decoding. A seal from end to end
   (`wire/seals.py`) prevents relays from changing, forging or replaying messages. The kinds in
-  UNSEALED need no seal. The learner signs each Welcome, Refuse or Finish that answers a Hello, and
-  such an answer contains the hash of the Hello. Files are compared with hashes in the Welcome. A
-  forged Hello, AssetRequest or Rehello can only make a node join again.
+  UNSEALED need no seal. If a Welcome, Refuse or Finish answers a Hello, the learner signs this
+  answer, which contains the hash of the Hello. The node compares the files that it receives (Asset)
+  with hashes in the Welcome. A forged Hello, AssetRequest or Rehello can only make a node join
+  again.
 * **Viewers' messages** go between a viewer and the learner (`roles/viewers.py`). A viewer is not a
   node.
 
@@ -419,8 +420,8 @@ class LeaseState(Message, frozen=True, array_like=True, tag=False):
     learner's acknowledgement.
     """
     is_waiting: bool = False
-    """Whether the group waits to begin or to continue. The progress of the worker's running groups
-    then renews the lease.
+    """Whether the group waits to begin or to continue. If it does, the progress of the worker's
+    running groups renews the lease.
     """
     running_s: Seconds = 0.0
     """Seconds since the worker began or continued the group; 0 while the group waits."""
@@ -459,8 +460,8 @@ class NodeStats(Message, frozen=True, tag=False):
     partials: Counts = msgspec.field(default_factory=dict)
     """Name -> counter of unfinished rollouts since the process started."""
     num_places: Capacity = 0
-    """Number of groups that a worker samples at the same time. Its other groups wait meanwhile. 0
-    if no group waits.
+    """Number of groups that a worker samples at the same time. The worker's other groups wait
+    meanwhile. If the number is 0, no group waits.
     """
     num_fit: Capacity = 0
     """Number of groups that fit into a worker's memory at the same time; 0 if the number is
@@ -519,8 +520,9 @@ class Lease(Message, frozen=True, tag=False):
 class Grant(Message, frozen=True):
     """Learner to worker: grants leases. The worker ignores leases that it already has.
 
-    A payload frame, if any, has tokens for each lease that other workers have sampled, and that
-    this worker continues (`encode_continuations` in `leases/partials.py`).
+    Other workers may have sampled tokens for a lease. If they have, this worker continues from
+    their tokens, which are in the payload frame (`encode_continuations` in `leases/partials.py`).
+    If no lease has such tokens, there is no payload frame.
     """
 
     leases: Annotated[tuple[Lease, ...], Meta(max_length=MAX_LEASES)]
@@ -530,7 +532,7 @@ class Reclaim(Message, frozen=True):
     """Learner to worker: requests the return of leases whose groups have not begun.
 
     The learner wants to grant these leases to another worker. A lease belongs to this worker until
-    a heartbeat no longer lists the lease.
+    a heartbeat of this worker no longer lists the lease.
     """
 
     leases: Annotated[tuple[tuple[GroupId, Attempt], ...], Meta(max_length=MAX_LEASES)]
@@ -586,8 +588,8 @@ REASONS = frozenset(
         "prompt_error", "lost", "attempts_exhausted", "run_finished",
     }
 )  # fmt: skip
-"""Reasons why a group was not trained on. Each reason is the name of a counter. Unlisted reasons
-from peers count as "other".
+"""Reasons why a group was not trained on. Each reason is the name of a counter. If a peer gives
+another reason, the group counts as "other".
 """
 
 

@@ -10,11 +10,12 @@ bits, `choose_kernel` tries the fastest kernel first. A trial computes two segme
 each segment alone, with the head sizes and the window of the model's own layers. Values and
 gradients must be equal. If a kernel fails, a notice is logged and the next kernel is tried.
 
-cuDNN is faster only for long segments on GPUs of capability 9. cuDNN makes and keeps a plan for
-each length. A plan takes up to hundreds of milliseconds. So segments of LONG_TOKENS and more are
-copied into contiguous tensors, with lengths rounded up to multiples of PLAN_TOKENS, so that few
-plans are needed. For shorter segments, cuDNN saves less time than its launches cost. torch's
-operator that passes cumulative lengths to cuDNN is not used, because it makes a plan in every call.
+cuDNN is faster than FlashAttention 2 only for long segments on GPUs of capability 9. cuDNN makes
+and keeps a plan for each length. A plan takes up to hundreds of milliseconds. So segments of
+LONG_TOKENS and more are copied into contiguous tensors. Their lengths are rounded up to multiples
+of PLAN_TOKENS, so few plans are needed. For shorter segments, cuDNN saves less time than its
+launches cost. torch's operator that passes cumulative lengths to cuDNN is not used, because it
+makes a plan in every call.
 
 FlashAttention 3 and 4 replace the flash kernels of the whole process, including evaluations.
 """
@@ -133,7 +134,8 @@ class LongSegments:
     `packed_attention` for all other segments; None if all segments are long.
     """
     keys: Tensor | None
-    """[K] int64: places in the row of the keys of all other segments; None if no prompt is shared.
+    """[K] int64: for all other segments, the places of their keys in the row. None if no prompt is
+    shared.
     """
 
 
@@ -308,7 +310,8 @@ def attend_alone(
     """Return the attention within n segments of equal length, as [n, length, H, Dv].
 
     The queries are [n, H, length, D]: H heads of width D. If a segment has more keys than queries,
-    the queries belong to the last keys. A missing mask is added to `masks`.
+    the queries belong to the last keys. If `masks` lacks the mask for these lengths, the function
+    adds the mask.
     """
     dtype = query.dtype
     if query.device.type == "cpu" and dtype.itemsize < 4:

@@ -1,10 +1,11 @@
 """Compilation of decoder layers by torch.
 
-Compiled layers need fewer kernels and less memory traffic.
+Compiled layers need fewer kernels and less memory traffic than uncompiled layers.
 
-Layers are compiled, not the model: all layers of a kind, and rows of all lengths, share one graph.
-A compiled layer rounds at the same places as an uncompiled layer. So on a CPU, results are nearly
-always equal bit by bit. On a GPU, a norm sums in another order.
+Each layer is compiled by itself, and not the model as a whole. So all layers of a kind, and rows of
+all lengths, share one graph. A compiled layer rounds at the same places as an uncompiled layer. So
+on a CPU, results are nearly always equal bit by bit. On a GPU, the norm of a compiled layer adds
+its terms in another order, so results differ by rounding.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Packed rows have no padding, and rollouts of one prompt can share the prompt. But without a varlen
 kernel (attention.py), attention is called once for each run of equal segments. A small model with
 many lengths spends more time in these calls than on padding. On some GPUs, attention is also faster
-for padded rows. So both layouts are planned, and the cheaper layout is used. The cost counts the
-model's operations on rollouts and padding, and the calls of attention. All ranks make the same plan
-from the same rows.
+for padded rows than for packed rows. So both layouts are planned, and the cheaper layout is used.
+The cost counts the model's operations on rollouts and padding, and the calls of attention. All
+ranks make the same plan from the same rows.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class RowRules:
         return sum(row(before + length, 0) - row(before, 0) for length, before in spans)
 
     def _attended(self, spans: Spans) -> float:
-        """Return how many operations more attention costs in a packed row than in padded rows.
+        """Return the additional cost of attention in a packed row over padded rows, in operations.
 
         Only segments without dense products have this cost.
         """

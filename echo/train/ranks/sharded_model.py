@@ -96,7 +96,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def _names_read_whole(keys: Iterable[str], shapes: Any) -> set[str]:
     """Return the names of the tensors that every rank must read whole.
 
-    In the files, the rows of these tensors have other places.
+    The rows of these tensors have other places in the files than in the model.
     """
     # A new mapping at each call: some conversions keep a state.
     mapping = get_model_conversion_mapping(shapes)

@@ -11,9 +11,9 @@ log-probabilities, runs within the root's forward. Elsewhere the head is a shard
                     (unit)    (unit)
 
 Ranks wait for each other in every layer, forward and backward. So all ranks make the same passes in
-the same order. A rank without a micro-batch puts a row through the model that does not count. A
-rank that runs out of memory within a pass ends the job (rank_group.py), because the other ranks
-wait for this rank in the next layer.
+the same order. A rank without a micro-batch puts an extra row through the model, and its result
+does not count. A rank that runs out of memory within a pass ends the job (rank_group.py), because
+the other ranks wait for this rank in the next layer.
 
 Gradients are summed over the ranks and not averaged, since losses are divided by counts of the
 whole batch. Parameters and sums are float32. With a compute type of bfloat16, gathering casts each

@@ -120,8 +120,8 @@ class Chunked(abc.ABC):
     def missing(self) -> tuple[tuple[int, int], ...]:
         """Return the half-open ranges of missing chunks, in ascending order.
 
-        Chunks that are being written are not missing. The last range of an open item ends at
-        OPEN_END.
+        Chunks that are being written are not missing. If the item may still get further chunks, the
+        last range ends at OPEN_END.
         """
         has_chunk = self._held_flags()
         runs, start = [], 0
@@ -159,9 +159,9 @@ class Transfer(Chunked):
     later: list[Patch] = field(default_factory=list)
     """Patches that were written or are being written over the image's memory, oldest first.
 
-    Appending to the list begins a patch, and assigning a new list takes a patch back. So `read`
-    detects a new patch by the list's length, and a patch that was taken back by the list's
-    identity.
+    Appending to the list begins a patch, and assigning a new list takes a patch back. So if the
+    list has become longer, `read` detects a new patch. If the list is another object, `read`
+    detects that a patch was taken back.
     """
     sent: SentChunks = field(default_factory=SentChunks)
     """A cache of recently sent encrypted chunks."""

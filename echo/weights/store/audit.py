@@ -1,9 +1,9 @@
 """The audit: hashes, in the background, the chunks of images that were built from deltas.
 
 The learner signs the old and new words of each delta, so patched words are correct. The other words
-of the image may have been damaged in memory. The manifest of such a version (its seal) arrives
-later. Then the chunks of the image are hashed, in pieces of AUDIT_BYTES, during at most AUDIT_SHARE
-of the time.
+of the image may have been damaged in memory. If an image was built from deltas, its manifest (the
+seal) arrives later. Then this node hashes the chunks of the image, in pieces of AUDIT_BYTES, during
+at most AUDIT_SHARE of the time.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ A delta is coded against its base, a version that the receiver holds. A keyframe
   version also has the signed manifest of the image, with the same hashes. The image is decoded into
   new memory. Keyframes have hashed tables, and so do deltas with many changes.
 * A delta **on its base** has another kind of table. For each block, this table has the hash of the
-  base's words that the block replaces. The image is not hashed at once, so the work of learner and
-  receiver grows with the number of changes. The manifest, called the **seal** of the version,
-  follows later. Before the seal arrives, the image may be installed and be the base of the next
-  delta, but is not offered to children as a whole image.
+  base's words that the block replaces. At first, learner and receiver do not hash the image. So
+  their work grows with the number of changes, and not with the size of the image. The manifest,
+  called the **seal** of the version, follows later. Before the seal arrives, the image may be
+  installed and be the base of the next delta, but is not offered to children as a whole image.
 * Every size is checked against the size of the image before memory is allocated. The decoder writes
   only inside its block.
 """
@@ -174,7 +174,7 @@ class EncodedVersion(Chunked):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the tables have hashes of the replaced words instead of the decoded image."""
+        """Whether the tables have hashes of the replaced words, and not of the decoded image."""
         return bool(self._parts) and self._parts[0].table.is_on_base
 
     @property

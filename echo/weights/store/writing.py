@@ -58,8 +58,8 @@ class EarlyChunks:
     def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
         """Keep a chunk until its table arrives.
 
-        If all kept chunks would exceed EARLY_BYTES, this chunk is discarded, and requested again
-        later.
+        If the kept chunks would then exceed EARLY_BYTES, this chunk is discarded. The node requests
+        the chunk again later.
         """
         size = self._charge(payload)
         if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:

@@ -12,8 +12,8 @@ fastest remaining plan, take the cheapest: the plan with the fewest paid bytes, 
 copies from the learner. So the learner usually sends a version once.
 
 **Replan.** The learner's `Planner` makes a plan when a node joins, leaves, or sends wrong chunks.
-Each transfer measures the links again. So while a broadcast takes longer than WORTHWHILE_S, a plan
-is also made every REPLAN_S.
+Each transfer measures the links again. So if broadcasts take longer than WORTHWHILE_S, a plan is
+also made every REPLAN_S.
 
 A node that changes its parent during a broadcast loses time and the chunks under way. So during a
 broadcast a new plan must save more time (BUSY_GAIN). A plan is also made just before a version is
@@ -21,10 +21,10 @@ sent, but at most every REPLAN_S. Without this plan, a learner that publishes of
 during broadcasts, and measurements would have no effect.
 
 The plan in force is kept, with changes only for nodes that join or leave, until another plan would
-save MIN_GAIN of the time. So small changes of measured rates change no node's parent. In a small
-fleet, a plan is made from scratch when a node that can serve joins or leaves. The first plan is
-made without measurements. When an uplink has been measured for the first time, the next plan is
-made NEWS_S after the last plan.
+save MIN_GAIN of the time. So small changes of measured rates change no node's parent. If a node
+that joins or leaves can serve children, and the fleet is small, the plan is made from scratch. The
+first plan is made without measurements. When an uplink has been measured for the first time, the
+next plan is made NEWS_S after the last plan.
 
 **Inputs.** For each node the planner has: the rate of the uplink, from the chunks that children
 have acknowledged; the rate of the downlink, if the downlink limits the node (`sites.py`); the
@@ -129,8 +129,8 @@ class _Rows:
 
         The parent in the tree comes first, then stand-ins, then the learner. The stand-in of a
         parent's first child is the grandparent, which can serve one more child if the parent dies.
-        The stand-ins of the other children are nodes in the parent's row, if possible a different
-        node for each child.
+        The stand-ins of the other children are nodes at the same depth of the tree as the parent,
+        if possible a different node for each child.
         """
         above = [self._parents[node]]
         while above[-1] > 0 and len(above) < MAX_PARENTS:

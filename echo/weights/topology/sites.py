@@ -198,7 +198,7 @@ def downlink_limits(
     """Return the downlink rate of each node that is limited by its own downlink.
 
     The rates are in bytes per second. A downlink is the limit if the node's parent could clearly
-    send faster.
+    send faster than the node has received.
 
     Args:
         parents: the node from which each node fetched weights.

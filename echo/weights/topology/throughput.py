@@ -11,7 +11,8 @@ at the rate
 
     rate(node) = min(rate(parent), uplink(parent) / children(parent), downlink(node))
 
-The first chunk arrives when the parent has received the chunk and sent the chunk to all children:
+The first chunk arrives at a node after the time lag(node). By then the parent has received the
+chunk, and has sent it to all its children:
 
     lag(node) = lag(parent) + children(parent) * chunk / uplink(parent) + round trip / 2 + work
 

@@ -91,8 +91,8 @@ def bounded_tree(
     Args:
         fleet: the learner and the nodes.
         does_spare_learner: whether the learner sends the version exactly once.
-        is_by_region: whether only one link enters each region whose own uplinks can feed all its
-            nodes.
+        is_by_region: whether the tree avoids links between regions. If it does, and the uplinks
+            within a region can feed all its nodes, only one link enters the region.
         share: share of the largest possible rate for which to build the tree. A smaller share makes
             a flatter tree.
     """
@@ -152,7 +152,8 @@ def _links_within(groups: Sequence[int]) -> list[int]:
     """Return, for each region, the smallest number of links that start in the region.
 
     In a region of n nodes, n - 1 nodes get the version from a node of the same region. In the
-    learner's region, all n nodes do, and one more link leads to another region.
+    learner's region, the nodes get the version within the region, from the learner or from another
+    node. One more link leads from the learner's region to another region.
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
@@ -225,8 +226,9 @@ class _Grower:
         """Attach every node and return the tree.
 
         Nodes that may serve children are attached first, and then the leaves. In both groups the
-        learner's region comes first, so that no link leads back into this region. Then the regions
-        follow, in falling order of the children that they can serve in other regions.
+        learner's region comes first, so that no link leads back into this region. Then the other
+        regions follow. The region that can serve the most children in other regions is the first of
+        these.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
