@@ -11,7 +11,7 @@ If the `Trimmer` returned memory anyway, page faults would take a third of each 
 With other C libraries these functions do nothing.
 
 oneDNN multiplies 16-bit matrices on a CPU. For each of up to 1 024 shapes, oneDNN caches generated
-code and a copy of the weights in its own layout. Each sampling call brings new shapes, so a
+code and a copy of the weights in oneDNN's own layout. Each sampling call brings new shapes, so a
 worker's memory would grow with each call. `bound_onednn` therefore lowers the number of cached
 shapes.
 """
@@ -59,8 +59,8 @@ def tune(environment: Mapping[str, str]) -> tuple[str, ...]:
 ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables that limit the caches of oneDNN and of PyTorch's layer above oneDNN."""
 ONEDNN_SHAPES = 64
-"""Number of shapes whose code and weights oneDNN caches. Every decoding step uses the same shapes,
-about 7.
+"""Number of shapes whose code and weights oneDNN caches. Every decoding step uses the same shapes.
+There are about 7 of them.
 """
 
 
@@ -79,7 +79,7 @@ def bound_onednn(environment: MutableMapping[str, str]) -> None:
 
 GROWN_BYTES = 256 << 20
 """Growth of the process, in bytes, after which a `Trimmer` returns freed memory. A smaller value
-would cause more page faults and hardly lower the peak memory.
+would cause more page faults. The peak memory would hardly be lower.
 """
 
 

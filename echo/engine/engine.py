@@ -5,9 +5,9 @@ thread calls `load` while another thread runs `generate`, the weights are swappe
 two tokens. A completion records the version that sampled each of its tokens.
 
 An engine that holds several versions side by side (`num_versions`) does not swap weights in flight.
-A call of `generate` samples from one version until it ends. `load` adds a version, and the calls
-that begin later sample from the added version. `generate` never waits for `load`. `load` waits for
-running calls only if these calls use every version that `load` could unload.
+Each call of `generate` samples all of its tokens from one version. `load` adds a version. Calls of
+`generate` that begin later sample from the added version. `generate` never waits for `load`. `load`
+waits for running calls only if these calls use every version that `load` could unload.
 
 After a swap, the engine's `kv_cache` setting decides what happens to the keys and values that the
 old weights computed. "recompute" runs the unfinished sequences through the new weights, so the next
@@ -52,8 +52,8 @@ FinishReason = Literal["stop", "length", "abort", "nonfinite"]
 
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature allowed. vLLM would raise a lower temperature to this value and the learner
-would not, so their log-probabilities would differ.
+"""Lowest temperature allowed. vLLM would raise a lower temperature to this value. The learner would
+not, so the log-probabilities of the two would differ.
 """
 
 
@@ -112,7 +112,7 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether top_k, top_p or min_p exclude tokens.
 
-        If so, each completion contains its supports.
+        If so, each completion contains the support of each of its tokens.
         """
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
@@ -124,7 +124,7 @@ class Sampling:
     def num_barred(self, num_tokens: int) -> int:
         """Return how many of the next tokens cannot be stop ids.
 
-        `num_tokens` tokens were sampled before.
+        `num_tokens` is the number of tokens that the completion already has.
         """
         return max(0, self.min_tokens - num_tokens) if self.stop_ids else 0
 
@@ -162,9 +162,9 @@ class Request:
     choices.
     """
     prefix_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[K] tokens of the completion from an earlier call, which this call continues. These tokens
-    count towards the token limit and are not returned again. The request needs a new seed: the old
-    seed would repeat the random choices of the first tokens.
+    """[K] tokens that an earlier call sampled. The new call continues the completion after these
+    tokens. They count towards the token limit and are not returned again. The request needs a new
+    seed: the old seed would repeat the random choices of the first tokens.
     """
     turn_start: int = 0
     """Number of tokens of the prefix before the present turn of an episode. Stop strings and
@@ -263,7 +263,7 @@ def describe_nonfinite(completion: Completion) -> str:
 class Watcher:
     """Callbacks by which `generate` reports progress and asks whether to stop.
 
-    The methods of this class do nothing and never stop a call.
+    The methods of this base class ignore the reports and never stop a call.
     """
 
     def should_stop(self) -> bool:
@@ -367,7 +367,8 @@ class Engine(abc.ABC):
 
         Args:
             requests: any number. If memory cannot hold all requests at once, they run in batches.
-                If memory still runs out, this batch and all later batches become smaller.
+                If memory runs out during a batch, the engine makes this batch and all later batches
+                smaller.
             sampling: settings of all requests.
             watcher: receives progress and decides whether to stop.
             version: the version to sample from; None for the newest. An engine that holds several
@@ -593,10 +594,11 @@ class VersionSlots:
     def load(self, version: PolicyVersion) -> Iterator[tuple[VersionSlot, VersionSlot | None]]:
         """Yield a slot for `version`, and the slot to unload, or None if no slot must be unloaded.
 
-        The `with` block loads `version` into the new slot and unloads the old slot's version, which
-        no call uses. If a slot is free, no old slot is yielded. Otherwise `load` yields the oldest
-        unused slot, but never the newest slot, and waits for such a slot if necessary. If the block
-        raises, the new slot is discarded.
+        The caller's `with` block loads `version` into the new slot. If a slot to unload is yielded,
+        the block also unloads the version in it. If a slot is free, no slot to unload is yielded.
+        Otherwise it is the oldest slot that no call uses, but never the newest slot. If calls use
+        all of these slots, `load` waits until a slot is unused. If the block raises, the new slot
+        is discarded.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)

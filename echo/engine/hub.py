@@ -21,7 +21,8 @@ DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 def directory_here(model: ModelSection, *files: str) -> Path | None:
     """Return a model's local directory; None if the model has none.
 
-    A hub model has a local directory only if the cache holds all of its `files`.
+    `files` are names of files that the caller needs. A hub model has a local directory only if the
+    hub's cache holds all of them.
 
     Raises:
         DataError: if the directory does not exist or holds no model, or if the name is not a valid

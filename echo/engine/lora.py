@@ -276,9 +276,9 @@ def _peft_config(lora: Lora) -> Any:
 def _check_targets(model: Any, wanted: tuple[str, ...]) -> None:
     """Raise a ConfigError for target modules that are missing or cannot be adapted.
 
-    Adapters of the head and of the embedding would have no effect. Log-probabilities are computed
-    from hidden states and the head's own weight, and an embedding is looked up instead of
-    multiplied.
+    Adapters of the head and of the embedding would have no effect. Echo computes log-probabilities
+    from the head's own weight, without the head's module. An embedding looks up rows of its weight
+    and multiplies nothing.
     """
     head = model.get_output_embeddings()
     linear = {
@@ -358,7 +358,7 @@ def base_settings(
 
     Raises:
         DataError: if the base's weights are missing or have changed since the run began, or if
-            base.json with their hash cannot be read.
+            base.json, which records their hash, cannot be read.
     """
     digest = base_digest(lora.base_dir)
     path = run_dir / "base.json"
@@ -396,7 +396,8 @@ def find_base(model: ModelSection, settings: Mapping[str, Any]) -> Path:
 
     Args:
         model: the section [model] of the worker's configuration.
-        settings: settings that the learner sent, with the facts of `base_settings`.
+        settings: settings that the learner sent. They include the learner's result of
+            `base_settings`.
 
     Raises:
         ConfigError: if neither the worker's base nor the base that the learner names has the

@@ -98,8 +98,8 @@ def head_widths(layer: Any) -> tuple[int, int]:
     """Return the widths of a head's keys and values; (0, 0) if the layer has no attention.
 
     Args:
-        layer: the layer's configuration, with transformers' common names for each family's own
-            names (n_head and n_embd of GPT-2).
+        layer: the layer's configuration. Its fields have transformers' common names, also if the
+            model's family has other names for them (n_head and n_embd of GPT-2).
     """
     num_heads = getattr(layer, "num_attention_heads", None)
     if not num_heads:
@@ -420,8 +420,8 @@ def check_weight_files(directory: Path, model: Any) -> None:
         model: built from config.json; may be on the meta device.
 
     Raises:
-        DataError: if a file is missing or damaged, or if a tensor is missing, has another shape, or
-            is unknown to its layer.
+        DataError: if a file is missing or damaged, or if a tensor is missing, has another shape
+            than in the model, or is unknown to its layer.
     """
     shapes, own = shapes_in(directory), model.state_dict(keep_vars=True)
     wrong = [
@@ -450,8 +450,8 @@ def check_weight_files(directory: Path, model: Any) -> None:
 def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
     """Raise if a layer of the model would ignore weights in the files.
 
-    A layer that ignored such weights would compute different values than in the checkpoint's model.
-    Weights outside the model's layers, for example of a value head, may stay unused.
+    The layer would then compute other values than in the model that wrote the files. Weights
+    outside the model's layers, for example of a value head, may stay unused.
 
     Args:
         directory: holds the weight files.
@@ -483,7 +483,8 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
 def _with_prefix(names: Iterable[str], model: Any) -> set[str]:
     """Put the prefix of the model's base before each name.
 
-    The names in weight files of the base alone lack this prefix.
+    The base is the model without its head. If files hold only the base's weights, the names in the
+    files lack the prefix.
     """
     return {f"{model.base_model_prefix}.{name}" for name in names}
 
@@ -770,7 +771,7 @@ for bfloat16 reach a speed-up of 2 to 10.
 TIMED_ROWS = 64
 MAX_TIMED_WIDTH = 2048
 """Largest width of the timed matrix. A larger matrix is cut to this width, so that a timing takes
-only milliseconds. The ratio of the times stays the same.
+only milliseconds. The ratio of the two dtypes' times stays the same.
 """
 NUM_TIMED = 5
 

@@ -1,8 +1,8 @@
 """Stop strings: texts that end a completion, in any tokenization.
 
-A text may end in the middle of a token, and the same text has many tokenizations. So the engine
-decodes the last tokens after each token that can end a stop string. The tokens of the stop string
-stay in the completion as they were sampled.
+A stop string may end in the middle of a token, and it has many tokenizations. So the engine looks
+for stop strings in decoded text. After each token that can end a stop string, the engine decodes
+the last few tokens. The tokens of a found stop string stay in the completion as they were sampled.
 """
 
 from __future__ import annotations

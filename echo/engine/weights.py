@@ -252,7 +252,7 @@ class TensorChange:
     name: str
     where: Tensor | int
     """Indices of the changed elements in the flattened tensor. If the elements are contiguous, this
-    is only the first index.
+    has only the index of the first element.
     """
     values: Tensor
     """New values of the elements, in the dtype of the image."""
@@ -754,8 +754,8 @@ class VersionImage:
     memory: memoryview
     """The image's bytes, valid once `ready` is done."""
     ready: Future[CodedDelta | None] | None = None
-    """Future that is done when `memory` is complete; None if `memory` was complete at once. Its
-    result is the delta against the previous version, or None if the device coded no delta.
+    """Future that is done when `memory` is complete; None if `memory` was complete at once. The
+    future's result is the delta against the previous version, or None if the device coded no delta.
     """
 
 
@@ -792,9 +792,9 @@ class VersionImages:
             is_on_device: whether to keep the last image on the weights' device and find the changes
                 there. If None, this is done only on a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
-            copy_stream: copies images to the host. The trainer waits for the stream before it
-                changes the weights. If there is no stream and the host finds the changes, `make`
-                itself waits for the copy.
+            copy_stream: stream of the device that copies images to the host. The trainer waits for
+                the stream before it changes the weights. If there is no stream and the host finds
+                the changes, `make` itself waits for the copy.
         """
         self._dtype = dtype
         self._unrounded = unrounded

@@ -2,11 +2,12 @@
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
 
-BLOCK numbers of a moment share a scale, the largest of their magnitudes. Each number is divided by
-its scale and stored as an 8-bit code: the index of the nearest of 256 code values. Code values lie
-in [-1, 1], or in [0, 1] for the mean of squares. Their magnitudes span seven decades, and higher
-decades have more code values. Values, rounding and the order of operations are the same as in
-torchao's AdamW8bit. So states of torchao can be continued with equal results.
+A moment is divided into blocks of BLOCK numbers. The largest magnitude in a block is the block's
+scale. Each number is divided by the scale of its block and stored as an 8-bit code: the index of
+the nearest of 256 code values. Code values lie in [-1, 1], or in [0, 1] for the mean of squares.
+Their magnitudes span seven decades, and higher decades have more code values. Values, rounding and
+the order of operations are the same as in torchao's AdamW8bit. So states of torchao can be
+continued with equal results.
 
     m' = lerp(m, g, 1 - beta1)          v' = lerp(v, g^2, 1 - beta2)
     w' = w (1 - lr decay) - lr (m' / (1 - beta1^t)) / (sqrt(v') / sqrt(1 - beta2^t) + eps)

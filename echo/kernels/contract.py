@@ -80,8 +80,8 @@ class FurtherIds:
     def add_at(self, matrix: Tensor, values: Tensor, *, start: int) -> None:
         """Add each of the [M] values in place, at the row and column of its id.
 
-        The matrix has a chunk of the vocabulary's columns; `start` is the id of the first column.
-        Values of ids outside the chunk are ignored.
+        `matrix` has the columns of one chunk of the vocabulary. `start` is the id of its first
+        column. Values of ids outside the chunk are ignored.
         """
         columns = self.ids - start
         is_inside = (columns >= 0) & (columns < matrix.shape[1])
@@ -113,7 +113,8 @@ class Scores:
 class LiveRows:
     """The rows of a backward pass, n of the N rows of the forward pass, with their statistics.
 
-    Live rows are the rows with a gradient, or all rows (`logprob._live_rows`).
+    Live rows are the rows with a gradient. If the backward drops no rows, all rows are live
+    (`logprob._live_rows`).
     """
 
     states: Tensor

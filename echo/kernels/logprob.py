@@ -315,7 +315,7 @@ def linear_pair_logits(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IdSets:
-    """Sets of ids, for rows that are scored on a set instead of the whole vocabulary.
+    """Sets of ids, for rows that are scored on a set, and not on the whole vocabulary.
 
     S of the N rows have a set. The sets have M members in all.
     """
@@ -325,7 +325,7 @@ class IdSets:
     sizes: Tensor
     """[S] int64: number of ids in each set, at least 1."""
     own: Tensor
-    """[S] int64: for each set, the index in `pairs` of the row's own id, which is scored."""
+    """[S] int64: for each set, the index in `pairs` of the id whose log-probability is returned."""
     within: Tensor
     """[S] int64: the row of each set, 0..N-1."""
     beyond: Tensor
@@ -612,8 +612,9 @@ def _live_rows(
 ) -> Tensor | None:
     """Return the indices of the rows with a gradient; None for all rows.
 
-    The result is also None if the host would wait for a device to find these rows. Computing all
-    rows is exact too, because a row without a gradient adds exactly 0.
+    On a GPU the result is always None, because the host would have to wait for the GPU to find
+    these rows. All rows are then computed. The result is exact, too, because a row without a
+    gradient adds exactly 0.
     """
     if host_waits(grad):
         return None

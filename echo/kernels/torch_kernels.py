@@ -2,10 +2,12 @@
 
 Logits are computed in chunks of the vocabulary. The forward keeps the running maximum and the sum
 of exponentials of each row and, for the entropy, the sum weighted by logits. The backward computes
-each chunk of logits again, and from the logits their gradients. `Scores.peak` is in nats.
+each chunk of logits again. From these logits it computes the gradients of the logits. `Scores.peak`
+is in nats.
 
-Products are in float32, with one exception: for bfloat16 input, the backward rounds gradients of
-logits to bfloat16, on a GPU and on a CPU that multiplies bfloat16 faster.
+Products are in float32, with one exception. If the input is bfloat16, and oneDNN supports bfloat16
+on this CPU, the backward multiplies in bfloat16 and sums in float32. It then rounds the gradients
+of the logits to bfloat16, as the Triton kernels do on a GPU.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -30,8 +32,8 @@ from echo.kernels.contract import (
 )
 
 SIZES_PER_OCTAVE = 16
-"""Number of allowed sizes between n and 2 n rows. A backward pass in bfloat16 fills its rows up to
-the next allowed size.
+"""Number of allowed sizes between n and 2 n rows. A backward pass in bfloat16 appends rows with
+gradient 0 up to the next allowed size.
 """
 
 
@@ -196,8 +198,9 @@ def _chunks(
     dtype of the statistics. All chunks use the same memory for logits. The caller may overwrite the
     logits.
 
-    In bfloat16, a product has 8 bits of mantissa. A second product, minus the rounded first
-    product, gives 8 more bits.
+    In bfloat16, the result of a product is rounded to 8 bits of mantissa. So each product is
+    computed twice. The second time, the rounded result is subtracted before the rounding. The
+    difference gives 8 more bits, and is added to the logits in float32.
     """
     spare = _spare(scale, weight, vocab_chunk)
     is_exact = states.dtype == scale.dtype
@@ -227,7 +230,7 @@ def _front(spare: Tensor, shape: tuple[int, int] | torch.Size) -> Tensor:
 def _is_narrow(states: Tensor, weight: Tensor) -> bool:
     """Return whether the backward multiplies in bfloat16 with float32 sums.
 
-    True for bfloat16 states and weight on a CPU with fast bfloat16 products.
+    True if states and weight are bfloat16 on a CPU, and oneDNN supports bfloat16 on this CPU.
     """
     is_bfloat16 = states.dtype == weight.dtype == torch.bfloat16
     is_here = is_bfloat16 and states.device.type == "cpu"

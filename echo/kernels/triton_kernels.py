@@ -4,7 +4,7 @@ Forward. One program scores a tile of rows against one part (split) of the vocab
 accumulator of the product, the program computes the running maximum, the sum of exponentials, the
 weighted sum for the entropy, and the target's logit. A second kernel combines the splits into
 log-probability, ratio, clip and policy coefficient of each token. A third kernel computes the
-logits of further ids, which are few.
+logits of the few further ids.
 
 Backward. For each chunk of the vocabulary, one kernel computes the gradient of the logits in the
 dtype of the states. cuBLAS computes the gradients of states and weight from the gradient of the

@@ -8,8 +8,8 @@ duplicate and does no harm.
 
 The book remembers an expired lease until its group ends. So the lease stays expired even if its
 worker still lists it. Until the group ends, the book also remembers the worker of each attempt.
-After a restart the ledger supplies these workers. The learner accepts a result or a failure of a
-group only from these workers.
+After a restart of the learner, the ledger supplies the workers of earlier attempts. The learner
+accepts a result or a failure of a group only from the workers of its attempts.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class LeaseBook:
     def mean_leases(self, worker_id: str, group_id: int, attempt: int) -> float:
         """Return how many leases a worker has held on average since an attempt was granted.
 
-        This is the mean of two numbers: the leases right after the grant, and the leases now.
+        This is the mean of two numbers: the leases that the worker held right after the grant, and
+        those that it holds now.
         """
         now = max(1, self.num_leases(worker_id))
         record = self.group(group_id).find(attempt, worker_id)
@@ -177,7 +178,7 @@ class LeaseBook:
         return self.adopt(group_id, self.group(group_id).num_attempts, worker_id, now=now)
 
     def adopt(self, group_id: int, attempt: int, worker_id: str, *, now: float) -> LeaseRecord:
-        """Add a lease that a worker already holds. This happens after a restart."""
+        """Add a lease that a worker already holds. This happens after a restart of the learner."""
         group = self._groups.setdefault(group_id, OpenGroup(group_id))
         self._handle(group, Leased(attempt, worker_id, now))
         return group.leases[-1]
@@ -185,8 +186,8 @@ class LeaseBook:
     def restore(self, group_id: int, holders: Mapping[int, str], *, now: float) -> None:
         """Add a group that was open before a restart. `holders` maps each attempt to its worker.
 
-        LOST_WORKER holds the lease of the newest attempt until the attempt's worker claims the
-        lease, or until the lease expires.
+        At first LOST_WORKER, which stands for a missing worker, holds the lease of the newest
+        attempt. The attempt's worker may claim the lease. Otherwise the lease expires.
         """
         self.adopt(group_id, max(holders), LOST_WORKER, now=now)
         self._groups[group_id].holders = dict(holders)

@@ -58,7 +58,10 @@ def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSetting
 def find_partial_fault(
     members: Sequence[PartialRollout], settings: LeaseSettings, *, step: int
 ) -> str | None:
-    """Return why the members of a group cannot be partial rollouts at this step. None: they can."""
+    """Return why the members of a group cannot be partial rollouts at this step.
+
+    Return None if they can.
+    """
     if len(members) != settings.group_size:
         return f"{len(members)} members"
     for member in (member for member in members if member.num_tokens):

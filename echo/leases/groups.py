@@ -8,8 +8,8 @@
      v   |
     waiting
 
-Waiting groups are granted again, the oldest first. The result of a closed group is in the buffer,
-or the group has ended with a reason.
+Waiting groups are granted again, the oldest first. A closed group has its result in the buffer, or
+it has ended without a result, for a recorded reason.
 
 The table below is `TABLE`: the state to which each event leads. `-`: the event leaves the state as
 it is. `!`: the event cannot happen in this state. Such an event is a fault of the learner, and

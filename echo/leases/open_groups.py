@@ -26,8 +26,8 @@ class AppendRecord(Action):
     worker_id: str = ""
     """The worker at which the group failed; empty if the group did not fail at a worker."""
     cause: str = ""
-    """The cause that this worker reports. If the task's code raised an error, its traceback
-    follows."""
+    """The cause of the failure, as the worker reports it. If the task's code raised an error, the
+    error's traceback follows."""
 
 
 class FinishedGroups:

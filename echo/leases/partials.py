@@ -161,7 +161,7 @@ def _refresh_one(
 
 MAX_HELD_BYTES = 1 << 30
 """Largest number of bytes of rollouts that the learner keeps for workers. At nine bytes per token,
-they have 100 million tokens."""
+this is enough for 100 million tokens."""
 _LIST_BYTES = 16
 """A list with one frame is at most this many bytes longer than the frame."""
 PARTIAL_COUNTS = (
@@ -206,7 +206,7 @@ class ShippedPartials:
         self._kept: dict[int, _Kept] = {}
         self._counted: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_WORKERS)
         """For each worker, those of its counts that were already added to the counters. They are
-        kept after a lost link, because the worker continues to count from them."""
+        kept after a lost link, because the worker's counts continue and do not restart at 0."""
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._kept
@@ -215,10 +215,11 @@ class ShippedPartials:
         return len(self._kept)
 
     def put(self, group_id: int, attempt: int, frame: Frame, *, num_tokens: int) -> None:
-        """Store the members of a group that an attempt has sent. `frame` has them in encoded form.
+        """Store the members that an attempt of a group has sent.
 
-        If a newer attempt has shipped at least `num_tokens` tokens, nothing changes. If there is
-        too little space, the members are dropped and counted.
+        `frame` has the members in encoded form. If a newer attempt has shipped at least
+        `num_tokens` tokens, nothing changes. If there is too little space, the members are dropped
+        and counted.
         """
         kept = self._kept.get(group_id)
         if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
@@ -331,12 +332,17 @@ def encode_members(members: Sequence[PartialRollout]) -> bytes:
 
 
 def encode_continuations(frames: Sequence[bytes]) -> bytes:
-    """Return the payload of a Grant. It has the encoded members of each lease that has members."""
+    """Return the payload of a Grant.
+
+    `frames` has the encoded members of each lease. The frame of a lease without members is empty.
+    """
     return _encoder.encode(frames)
 
 
 def decode_continuations(frame: Frame) -> list[list[PartialRollout]]:
-    """Decode the payload of a Grant. Return the members of each lease, if it has any.
+    """Decode the payload of a Grant. Return the members of each lease.
+
+    The list of a lease without members is empty.
 
     Raises:
         RemoteProtocolError: if the frame is malformed.

@@ -1,11 +1,11 @@
 """Reconciles the leases of a worker: compares the list in its heartbeat with the book of leases.
 
 * If the worker should have a lease by now but does not list it, the lease is sent again.
-* If the worker no longer lists a lease that it was asked to give up, the lease ends. The group is
-  reserved for the worker that the request names.
+* The learner may have asked the worker to give up a lease in favour of another worker. If the
+  worker no longer lists this lease, the lease ends, and its group is reserved for the other worker.
 * If the worker lists a lease that the book lacks, for example after the learner's restart, the
-  lease is added to the book. But the lease is reported to the worker as unwanted if the group has
-  ended, if another worker continues the group, or if the worker was not granted this attempt.
+  lease is added to the book. In three cases it is not added, and the worker is told to drop it: the
+  group has ended, another worker continues the group, or the worker was not granted this attempt.
 * A listed lease that has expired stays expired, but still occupies a place of its worker.
 """
 
@@ -110,7 +110,7 @@ class Reconciling:
     ) -> None:
         """Handle a lease that its worker lists. If the worker makes progress, renew the lease.
 
-        Progress on an earlier group also counts.
+        While the lease's own group waits, the worker's progress on other groups counts, too.
         """
         record.is_confirmed = True
         self._finish_times.on_lease_state(record, state, now=now)

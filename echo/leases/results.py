@@ -4,13 +4,13 @@
 
 * A message that ends a group is accepted only from a worker that was granted the message's attempt.
   Other messages are refused, and leases stay unchanged.
-* A group is acknowledged only in `stored`, when the ledger has the group.
+* The learner acknowledges a group only after the ledger has the group (`Results.stored`).
 * The content of a group is checked against its lease: prompt, group size, finite numbers
   (`leases/checks.py`).
 * A group is refused and granted again if its samples are too old or from an abandoned lineage. The
   worker is notified and drops the result. Only the first refusal of a lease is recorded.
-* If several workers have a group, the first delivery is accepted. The other workers are asked to
-  stop, which is recorded as well.
+* If several workers have a group, the first delivery is accepted. The learner asks the other
+  workers to stop, and records that their leases have ended.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from echo.wire.messages import (
 MAX_FATAL = 3
 """If this many engines have become unusable while they sampled the same group, the group ends."""
 MAX_CAUSE_LENGTH = 2600
-"""A worker reports a cause, which is a sentence and a traceback. This many characters are kept from
-its end."""
+"""A worker reports a cause, which is a sentence and a traceback. The learner keeps this number of
+characters from the end of the cause."""
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
 """Reasons for which a result is refused without any fault of the worker. Such a result was valid

@@ -34,8 +34,9 @@ class LeaseSettings:
     """Whether tokens beyond the staleness bound are masked. If not, groups with such tokens are
     refused."""
     hedge_factor: float | None = None
-    """A group is copied if its lease should take at least this many times as long as the copy
-    (`leases/grants/dispatch.py`). If None, groups are copied only because their leases are old."""
+    """A group is copied if its lease is expected to need at least this many times as long as the
+    copy (`leases/grants/dispatch.py`). If None, groups are copied only because their leases are
+    old."""
     is_eager: bool = False
     """Whether groups are granted as early as admission allows. Otherwise they are granted just in
     time."""

@@ -40,7 +40,7 @@ from echo.wire.actions import Action, PeerFaults, Routes
 from echo.wire.messages import Ack, Heartbeat, Lease, Reclaim
 
 GRANT_S = 3e-4
-"""In a large fleet, two rounds of grants are at least this many seconds per node apart.
+"""Least time between two rounds of grants, in seconds for each node of the fleet.
 
 With 1000 nodes the time is 0.3 s. Between two rounds the workers sample the groups in their queues.
 """
@@ -161,7 +161,7 @@ class Scheduler:
     ) -> tuple[frozenset[PolicyVersion], bool]:
         """Return the installed versions with which a further group may be sampled now.
 
-        The second result is whether the newest version is excluded, too.
+        The second result is whether no further group may be sampled even with the newest version.
         """
         quota = self.quota
         bounds = quota.bounds(workers)

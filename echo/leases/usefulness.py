@@ -17,7 +17,7 @@ worker is credited, so no worker is set aside.
 one worker made nearly all of these groups, this worker gets no groups until the other workers have
 delivered a batch. So a fast worker cannot end the run between two useful groups of slower workers.
 If no other worker exists, or no other worker could sample for ALONE_S, the groups of this worker
-suffice. Groups of a worker that is set aside do not count.
+alone can end the run. Groups of a worker that is set aside do not count.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Usefulness:
         group."""
         self._away_until: dict[str, float] = {}
         self._dominant: str | None = None
-        """The worker that made nearly all groups since the last useful group. It is set aside until
-        other workers have delivered groups."""
+        """The worker that made nearly all groups since the last useful group. This worker gets no
+        groups until other workers have delivered enough groups (`_quorum`)."""
         self._has_asked = False
         """Whether the dominant worker was admitted again since the last useful group, because no
         other worker could sample for ALONE_S.

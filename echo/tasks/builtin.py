@@ -21,13 +21,13 @@ Only the rewards can teach the policy to carry.
 
 The completion must be an expression that uses each given digit once and evaluates to the target.
 The reward is then 1, else 0. The expression must not join digits into longer numbers. It is
-evaluated as a syntax tree and never executed. All demonstrations are right. Prompts are split by
-text. There are only about 165 sets of digits, so held-out prompts have the same sets as training
-prompts.
+evaluated as a syntax tree and never executed. All demonstrations are right. The text of a prompt
+decides whether the prompt is held out. There are only about 165 sets of digits, so held-out prompts
+have the same sets as training prompts.
 
-**GSM8K**, grade-school mathematics, is read from any dataset file and judged by math-verify. Rows
-have `question` and `answer` as published, where the answer ends in `#### 72`. The prompt asks for
-the same ending. Completions are judged as by the reward `math` (answers.py).
+**GSM8K**, grade-school mathematics, is read from any dataset file and judged by math-verify. As
+published, a row has a `question` and an `answer`, which ends in a number such as `#### 72`. The
+prompt asks for the same ending. Completions are judged as by the reward `math` (answers.py).
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ class RowsTask(Task):
     def data_problems(self) -> list[str]:
         """Return the faults of the datasets.
 
-        Datasets on this machine are read. Every other dataset must exist on the hub.
+        Datasets on this machine are read. For every other dataset, the hub is asked whether it has
+        the dataset.
         """
         if not self.path:
             return [NO_PATH]

@@ -22,8 +22,8 @@ The environment's replies become tokens of the rollout that are never trained on
 policy's turns are kept as sampled, and never decoded and encoded again. An episode ends when
 `reply` returns None, or when no turns or tokens remain. `outcome` is called in all of these cases.
 
-**Tools** are functions that the policy calls by name. A message then contains the result of the
-call.
+**Tools** are functions that the policy calls by name. The policy gets the result of the call in a
+message.
 
     class Calculator(ToolEnvironment):
         def functions(self) -> list[Callable[..., object]]:

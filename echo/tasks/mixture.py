@@ -13,9 +13,9 @@
 
 Every thousand examples contain each task in proportion to its weight. The examples of a task are
 spread evenly, so a batch of any size has nearly these proportions. When all examples of a finite
-dataset have been used, the examples repeat in a new order. Each example has the name of its task,
-and this task rewards the answers. If one of the tasks is an environment of several turns, the
-examples of other tasks become episodes of one turn.
+dataset have been used, the examples repeat in a new order. Each example has the name of the task
+that it comes from. This task rewards the answers to the example. If one of the tasks is an
+environment of several turns, the examples of other tasks become episodes of one turn.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ rewards are within the limits. `_answer` executes the call, in a thread (InlineH
 
 **Threads** are for tasks with `is_bounded`. A call in a thread costs much less than a call in a
 process. A small model makes thousands of short completions per second, for which processes would
-cost more than the scoring itself. The code may raise or return a wrong type. If the code does not
-return, its thread is abandoned, and a new thread replaces it. The number of abandoned threads is
-limited, since Python cannot kill a thread. Threads give no protection against code that holds the
-interpreter's lock forever, such as a `re` match with catastrophic backtracking or a huge integer
-power. Such code stalls this process.
+cost more than the scoring itself. The code may raise an error or return a wrong type. If the code
+does not return, its thread is abandoned, and a new thread takes the place of the abandoned thread.
+The number of abandoned threads is limited, since Python cannot kill a thread. Threads give no
+protection against code that holds the interpreter's lock forever, such as a `re` match with
+catastrophic backtracking or a huge integer power. Such code stalls the whole node.
 
 **Processes** are for all other tasks. Each process is an interpreter that imports the task and
 little else of Echo (processes/main.py). A process is started for the first call that needs a
@@ -21,9 +21,9 @@ and its child processes are killed. The process's episodes end as lost, and the 
 new process. If the node's process dies first, the guards (processes/guard.py) end the task's
 processes within two seconds.
 
-The process pool of the library pebble would not be enough. The pool unpickles a user's data in this
-process. The pool does not limit memory or the size of a result, and does not kill the children of a
-killed process.
+The process pool of the library pebble would not be enough. The pool unpickles a user's data in the
+node's process. The pool does not limit memory or the size of a result, and does not kill the
+children of a killed process.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ example must consist of JSON values. `reward` must depend only on the example an
 
 The learner sends its workers the task's settings. The settings may name code: the task's class, a
 reward function, an environment. The code itself is never sent. A worker has its own copy of the
-code, and imports this copy only if its hash is the hash of the learner's copy (`code_of`,
+code, and imports this copy only if its hash equals the hash of the learner's copy (`code_of`,
 `check_code`).
 """
 
@@ -172,7 +172,7 @@ class Task(abc.ABC):
     def examine(self, fault_of: Callable[[Example], str]) -> None:  # noqa: B027, most have no rows
         """Before a run, check each row with `fault_of`.
 
-        `fault_of` returns what is wrong with an example, or "".
+        `fault_of` gets the example of a row and returns what is wrong with it, or "".
 
         Raises:
             DataError: if a row is bad and the task does not leave out bad rows. The message names

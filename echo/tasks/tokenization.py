@@ -6,8 +6,8 @@ joins.
 
 **Control tokens.** Only the chat template may write control tokens. In a row, an environment's
 reply or an agent's message, `<|im_end|>` is encoded as text. Otherwise a message could forge a
-system turn. Before the template is rendered, a `MARK` is inserted after the first character of each
-control token in a message. The rendered text is split at the marks, and the pieces are encoded
+system turn. Before the messages are rendered, a `MARK` is inserted after the first character of
+each control token in a message. The rendered text is split at the marks, and the pieces are encoded
 separately. Messages of the assistant get no marks, since models write control tokens themselves.
 Without a chat template, text is encoded unchanged, and control tokens in the text stay control
 tokens.
@@ -447,9 +447,9 @@ class TextCodec:
         again. If `is_closed`, the turn already ends with a stop token. Otherwise a stop string has
         ended the turn, so the reply begins with the stop token.
 
-        With a chat template, the reply reaches from the end of the assistant's turn to the opening
-        of the next turn. Without a chat template, the reply has the unchanged contents of the
-        messages.
+        With a chat template, the ids cover the text from the end of the assistant's turn to the
+        opening of the next turn. Without a chat template, they are the ids of the unchanged
+        contents of the messages.
 
         Raises:
             DataError: if the template fails, if the template leaves out or changes the policy's

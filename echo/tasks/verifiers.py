@@ -5,11 +5,11 @@
     options = { env = "my_env", args = { num_examples = 500 } }
 
 `env` is the argument of `verifiers.load_environment`. It is the id of an installed environment, or
-the name of a module. The module lies beside the configuration and has a function
+the name of a module. Such a module lies beside the configuration and has a function
 `load_environment`. The environment keeps its own loop, stop conditions, tools and rubric. Only its
 model is replaced. `_Policy` below is a verifiers client that gets its answers from the workers'
-engines. Each episode is a coroutine of the environment, which waits in `_Policy` for each turn of
-the policy.
+engines. Each episode is a coroutine of the environment. The coroutine waits in `_Policy` for each
+turn of the policy.
 
 The environment may only append messages to a conversation. The environment must not change earlier
 messages, since their tokens are trained on. Rubrics that compare the rollouts of a group are
@@ -245,8 +245,9 @@ class _Session:
 def _parts(rubric: Any, scores: Mapping[str, float], reward: float) -> dict[str, float]:
     """Return each function's weighted score. If the scores do not add up to the reward, return {}.
 
-    A rubric of one function has no parts, and a function with weight 0 is left out. The sum differs
-    if two functions have the same name, or if the rubric computes its reward in another way.
+    A rubric of one function has no parts, and a function with weight 0 is left out. The sum of the
+    scores differs from the reward in two cases: two functions have the same name, or the rubric
+    computes its reward in another way.
     """
     # verifiers has no public way to learn the weights.
     names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()  # noqa: SLF001

@@ -10,8 +10,9 @@ else 0, even if the completion was cut off. The text before the last number does
 reward.
 
 A small pretrained model may choose the wrong operation, miscalculate, or continue after the answer.
-Such a model learns to calculate and to stop. Prompts are split by the hash of their text. So
-held-out problems have the same stories as training problems, but never the same text.
+Such a model learns to calculate and to stop. The hash of a prompt's text decides whether the prompt
+is held out. So held-out problems have the same stories as training problems, but never the same
+text.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ the batch has ended, so ended rows cost at most a constant factor.
 
 New weights are installed between two tokens, by the thread that generates. If the model computes on
 the CPU in the published dtype, nothing is copied. The parameters are then views of the version's
-image, so a patch of the image also changes the model. Otherwise the changed words are scattered
-into the parameters.
+image, which holds the bytes of all tensors. So a patch of the image also changes the model.
+Otherwise the parameters are copies, and the engine writes the words that a patch has changed into
+these copies, too.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class TransformersEngine(Engine):
             supported.
         num_threads: CPU threads of one operation; 0 keeps torch's setting.
         kv_cache: what happens to cached keys and values when weights change between two tokens.
-        lora: shape of the adapters that `load` takes, with the base model to use instead of
-            `model_dir`. None if `load` takes all weights.
+        lora: shape of the adapters that `load` takes. It also names the base model, which then
+            replaces `model_dir`. None if `load` takes all weights.
     """
 
     def __init__(
@@ -278,7 +279,8 @@ class TransformersEngine(Engine):
     def patch(self, patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> None:
         """Write the changed words into the image.
 
-        Write them into the parameters between two tokens.
+        The parameters change between two tokens. If the parameters are views of the image, one
+        write changes both.
         """
         with self._installed.swap(patch.version):
             if not self._is_view:
@@ -464,8 +466,8 @@ class TransformersEngine(Engine):
     def _begin(self, batch: StaticBatch, watcher: Watcher) -> tuple[Tensor, DynamicCache]:
         """Run the model over the present tokens of all rows (the prefill).
 
-        This may take a minute on a busy CPU, without a sampled token. Each layer is reported as
-        progress, since leases would expire without progress.
+        On a busy CPU this may take a minute, and no token is sampled in this time. Leases expire
+        without progress. So the engine reports each layer as progress.
 
         Returns:
             The logits [B, V] of each row's next token, and the keys and values of the tokens before
@@ -539,8 +541,8 @@ def _in_one_piece(head: torch.nn.Module, states: tuple[Tensor, ...]) -> tuple[Te
 def _keep_rows(cache: DynamicCache, rows: Tensor) -> None:
     """Reorder the rows of a cache. The new row i is the present row `rows[i]`.
 
-    An index may occur several times in `rows`, [B]. The method for beam search is used, because
-    `batch_select_indices` of transformers leaves out the states of convolutions and of linear
+    An index may occur several times in `rows`, [B]. The cache's method for beam search is used,
+    because its `batch_select_indices` leaves out the states of convolutions and of linear
     attention.
     """
     cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor; takes int64

@@ -112,7 +112,7 @@ rollouts use the next version.
 
 ADAPTER_COPIES = 3
 """Number of copies of each adapter version: vLLM has one copy for the batch and one copy on the
-host. Echo keeps the third copy for restarts of vLLM.
+host. Echo keeps a third copy, with which it can restart vLLM.
 """
 
 MAX_ADAPTER_SHARE = 0.1
@@ -319,7 +319,8 @@ def _gpu_share(passed: Mapping[str, Any]) -> float:
     """Return the share of a GPU's memory that vLLM may take if the user sets no share.
 
     If the user sets `kv_cache_memory_bytes`, vLLM only requires that this share is free when vLLM
-    starts. The share is then nearly 0, so that vLLM starts on a GPU that another process uses.
+    starts. The function then returns nearly 0, so that vLLM starts even if another process uses the
+    GPU.
     """
     return GPU_SHARE if passed.get("kv_cache_memory_bytes") is None else 0.01
 
@@ -459,8 +460,8 @@ def _build_problems(*, is_cpu: bool) -> list[str]:
 def _head_problems(model_dir: Path) -> list[str]:
     """Return a message if vLLM's CPU attention does not support the model's head size.
 
-    vLLM would die with such a size. Latent attention caches one vector per token for all heads, so
-    the size of this vector is checked instead.
+    vLLM would die with such a size. With latent attention, vLLM caches one vector per token for all
+    heads. The size of this vector is then checked, and not the size of a head.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend

@@ -1,8 +1,8 @@
 """vLLM backends: vLLM in this process, or in processes of its own.
 
 `InlineBackend` runs vLLM in our own process, for tests and small workers. It starts in two seconds
-and starts no other process. A single thread runs the engine's steps. Other threads put jobs into a
-queue, and this thread runs the jobs between two steps.
+and starts no other process. A single thread, the engine's thread, runs all steps. Other threads put
+jobs into a queue. The engine's thread runs the jobs between two steps.
 
 A process has at most one `InlineBackend` at a time, because vLLM keeps its process groups in
 globals. vLLM has three other effects on the process:
@@ -137,8 +137,9 @@ class BackendOutput:
     ids and the sampled token.
     """
     supports: tuple[npt.NDArray[np.int32] | None, ...] = ()
-    """For each token, the ids that the token could have been drawn from. The entry is None if the
-    returned ids may be incomplete. The tuple is empty if no ids were requested.
+    """For each token, the ids that the token could have been drawn from. A token's entry is None if
+    vLLM may have returned only a part of these ids. The whole tuple is empty if no ids were
+    requested.
     """
 
 
@@ -283,7 +284,8 @@ def update_calls(weights: HandedOver, where: Mapping[str, str]) -> list[tuple[st
 
     Args:
         weights: the weights or changes to install.
-        where: the field of `transfer.TransferUpdate` for the weights, and its value.
+        where: tells vLLM's workers where the weights lie, as a field of `transfer.TransferUpdate`
+            and the field's value.
     """
     info = {"update_info": dict(where)}
     if isinstance(weights, Mapping):

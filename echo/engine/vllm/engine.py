@@ -9,8 +9,8 @@ the last version that passed the probe, as it does whenever vLLM dies. The tenso
 are kept in host memory, never on a GPU.
 
 A patch is a swap that sends only the changed elements. These elements are scattered into vLLM's
-parameters, and the result is probed. If vLLM keeps weights in its own layout, or after a patch has
-failed the probe, the engine sends whole versions instead.
+parameters, and the result is probed. In two cases the engine sends whole versions instead: vLLM
+keeps weights in its own layout, or an earlier patch has failed the probe.
 
 `kv_cache` decides whether running rollouts keep their keys and values across a swap; see
 `echo.engine.engine`.
@@ -428,9 +428,9 @@ def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
 log = logging.getLogger(__name__)
 
 FIRST_SET_IDS = 1024
-"""Number of most likely ids that vLLM first returns for each token. Whenever a support has more ids
-than that, the number is multiplied by four. vLLM sends all of these ids, so a larger number would
-cost time for each token.
+"""Number of most likely ids that the engine at first requests from vLLM for each token. If a
+support has more ids, later requests ask for four times as many ids. vLLM sends all ids that were
+requested, so a larger number would cost time for each token.
 """
 
 MAX_RESTARTS = 3
@@ -506,8 +506,8 @@ class VllmEngine(Engine):
         kv_cache: whether running rollouts keep their keys and values when weights are swapped.
         arguments: engine arguments passed through to vLLM.
         num_threads: CPU threads per operation; 0 for vLLM's choice.
-        lora: shape of the adapters that `load` takes, with the base model to use instead of
-            `model_dir`. None if `load` takes all weights.
+        lora: shape of the adapters that `load` takes. It also names the base model, which then
+            replaces `model_dir`. None if `load` takes all weights.
         demand: expected rollouts, which determine the size of the KV cache on a CPU. If None, free
             memory determines the size.
 
@@ -588,8 +588,8 @@ class VllmEngine(Engine):
     def load(self, tensors: Mapping[str, Tensor], version: PolicyVersion = UNVERSIONED) -> None:
         """Swap the weights while rollouts run, and probe the new weights.
 
-        If the probe fails, restore the previous version. Adapters are loaded beside each other,
-        while rollouts continue.
+        If the probe fails, restore the previous version. Adapters are not swapped: a new adapter is
+        loaded beside the earlier adapters, while rollouts continue.
         """
         if isinstance(self._installed, VersionSlots):
             with self._installed.load(version) as (slot, unloaded):
@@ -743,8 +743,9 @@ class VllmEngine(Engine):
 
         Args:
             version: the version to name in errors.
-            install: sends and probes the weights; returns why the probe failed, or None.
-            take_back: restores the image of the previous version.
+            install: function that sends the weights and probes them. It returns why the probe
+                failed, or None.
+            take_back: function that restores the image of the previous version.
         """
         with self._lock:
             before = "none" if self._good is None else str(self._good.version)

@@ -1,7 +1,8 @@
 """Launches of vLLM. After a shortage of memory, vLLM is launched again with smaller arguments.
 
 * If memory runs out at vLLM's first start, fewer versions of the adapter are kept. If their number
-  cannot be lowered further, or at a later start, the number of concurrent rollouts is halved.
+  is already minimal, the number of concurrent rollouts is halved instead.
+* If memory runs out at a later start, the number of concurrent rollouts is halved.
 * If memory runs out while rollouts run, the number of rollouts and the KV cache are halved.
 """
 
@@ -48,7 +49,7 @@ class Launcher:
 
         Args:
             arguments: vLLM's engine arguments; the launcher lowers some of them.
-            probe: probe of the weights, which needs blocks of the KV cache.
+            probe: probe of the weights. The probe needs blocks of the KV cache.
             device: "cpu" or "cuda".
             process: "inline" runs vLLM in this process, "engine" in processes of its own.
             num_threads: CPU threads per operation; 0 for vLLM's choice.

@@ -2,11 +2,11 @@
 
 `trace_places` runs the model's own loader once over tensors without memory (meta tensors) and
 records each copy that the loader would make. If the loader copies a tensor once, as a whole, into
-one contiguous piece of a parameter, patches can change the tensor in place. Two further checks find
-changes that the recorded copies do not show. First, the bits in the model must equal the bits of
-the loaded tensor. Second, no layer may keep a second form of its weights, such as a packed copy. If
-any check fails, the model takes whole versions only. Experts and packed, quantised or sharded
-layers fail a check.
+one contiguous piece of a parameter, patches can change the tensor in place. The recorded copies do
+not show everything that a loader does, so there are two further checks. First, the bits in the
+model must equal the bits of the loaded tensor. Second, no layer may keep a second form of its
+weights, such as a packed copy. If any check fails, the model takes whole versions only. Experts and
+packed, quantised or sharded layers fail a check.
 """
 
 from __future__ import annotations

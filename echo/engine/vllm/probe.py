@@ -2,7 +2,8 @@
 
 vLLM's log-probabilities of a prompt must match the log-probabilities that transformers computes on
 the host from the same tensors. Wrong weights cause a difference of tenths of nats per token.
-Examples are a tied head with its old weights, a missed layer and a transposed tensor.
+Examples of wrong weights are a tied head with its old weights, a missed layer and a transposed
+tensor.
 
 The prompt is a concatenation of NUM_TEXTS texts. Each text is a fixed beginning and the model's own
 greedy continuation, so its tokens are likely. Rounding to 16 bits hardly changes the
@@ -15,10 +16,10 @@ measurement and has an upper bound (ALLOWED). Neither later versions nor vLLM ca
 difference. If the prompt becomes unlikely under the policy, a version that passed the probe
 generates a new prompt.
 
-A pass in float32 uses the same 16-bit weights and widens each for one operation, so the whole model
-is never held in float32. If this pass takes at most SPARED_S longer than a pass in 16 bits, every
-version is compared with a float32 pass. Otherwise versions are compared with a 16-bit pass, and
-only a version that deviates is compared again with a float32 pass.
+A pass in float32 uses the same 16-bit weights and widens each weight for a single operation, so the
+whole model is never held in float32. If this pass takes at most SPARED_S longer than a pass in 16
+bits, every version is compared with a float32 pass. Otherwise versions are compared with a 16-bit
+pass, and only a version that deviates is compared again with a float32 pass.
 """
 
 from __future__ import annotations

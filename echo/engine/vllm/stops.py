@@ -2,8 +2,9 @@
 
 vLLM looks for stop strings while it turns tokens into text, but Echo runs vLLM without a tokenizer.
 So Echo's own search replaces vLLM's. `announce_search` stores the stop strings of a request.
-`search_stop_strings` makes vLLM's front end in this process use Echo's search for these requests.
-vLLM then ends such a request itself, after the token that completes a stop string.
+`search_stop_strings` makes vLLM's front end in this process use Echo's search for all requests with
+stored stop strings. vLLM then ends such a request itself, after the token that completes a stop
+string.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class StopDetokenizer(IncrementalDetokenizer):
         self._search = search
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Add tokens. If a token completes a stop string, return a stop string, else None."""
+        """Add tokens. Return a stop string if a token completes any stop string, else None."""
         search = self._search
         for token in new_token_ids:
             self.token_ids.append(token)

@@ -6,8 +6,8 @@ dictionary. Otherwise the weights come from a safetensors file in shared memory.
 copied from its source directly to the device. vLLM fuses and shards tensors as its model requires.
 
 The changes of a patch come from the same two sources and are sent to the device in a single copy.
-There the changes are scattered into their places in the parameters. The places are computed when
-the first whole version is loaded, and again if vLLM moves a parameter.
+On the device, the changes are scattered into their places in the parameters. The places are
+computed when the first whole version is loaded, and again if vLLM moves a parameter.
 """
 
 from __future__ import annotations

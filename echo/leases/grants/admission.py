@@ -10,7 +10,8 @@ groups of the step under way. `running` counts a group once, even if two workers
 
 The consumed, buffered and running groups are the promised groups. The first term, (S + w + 1) * B,
 counts the groups of all batches that may train on samples of version w. So a group is granted only
-if these batches still have a place for the group. A group beyond these batches would be stale.
+if these batches still have a place for the group. A further group would be too stale for the batch
+that has a place for it.
 """
 
 from __future__ import annotations

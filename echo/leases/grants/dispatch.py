@@ -241,8 +241,8 @@ def even_out(
 
 
 AGE_FACTOR = 4.0
-"""A group may be copied when its lease is old enough. It must be AGE_FACTOR x `factor` times as old
-as a group usually takes."""
+"""A group may be copied once its lease is old enough. The lease's age must exceed AGE_FACTOR x
+`factor` times the seconds that a group usually takes (`factor` is the argument of `hedges`)."""
 USUAL_FACTOR = 2.0
 """The `factor` that AGE_FACTOR is multiplied by if hedging is off."""
 
@@ -262,7 +262,7 @@ class RunningGroup:
 class Helper:
     """An idle worker that may copy groups.
 
-    It has a free place, but admission allows it no new group.
+    The worker has a free place, but admission allows no new group for this worker.
     """
 
     node_id: str
@@ -271,8 +271,8 @@ class Helper:
     num_places: int
     """Number of groups that the worker can begin now."""
     group_s: float = math.inf
-    """Seconds that a group usually takes on this worker. If it has made no group, the seconds on
-    all workers."""
+    """Seconds that a group usually takes on this worker. If this worker has made no group, these
+    are the usual seconds on all workers."""
 
 
 def hedges(
@@ -289,8 +289,8 @@ def hedges(
         groups: running groups, each with its newest lease.
         helpers: idle workers; modified by the copies.
         holders: group -> the workers that have a lease of it.
-        factor: a group is copied if its lease should take at least `factor` times as long as the
-            copy. If None, only the lease's age decides.
+        factor: a group is copied if its lease is expected to need at least `factor` times as long
+            as the copy. If None, only the lease's age decides.
         now: the present time, seconds.
     """
     fastest_first = sorted(helpers, key=lambda helper: (-(helper.speed or 0.0), helper.node_id))

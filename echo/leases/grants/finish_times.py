@@ -8,15 +8,16 @@ For a group that already has n tokens, the expected number of further tokens is 
 lengths of recently accepted groups: the mean of the lengths above n, minus n. A group that is
 longer than all of these lengths is expected to double.
 
-A heartbeat reports the total progress of a group's completions as one number. The estimate adds
-this progress to the longest completion, but at most what the worker's speed allows. So a stalled
-group is recognized, and a group with one running completion does not count as stalled.
+A heartbeat reports the progress of a group as one number, the sum over the group's completions. The
+estimate adds all of this progress to the longest completion, but at most as many tokens as the
+worker's speed allows. So the estimate of a group stands still only if none of its completions makes
+progress.
 
 When groups are placed, a worker of unknown speed counts as twice as fast as the fastest worker, so
-that it gets a group. The group is then expected to advance at the median speed of all workers. An
-idle worker's speed estimate doubles after every `RETRY_GROUPS` durations of a group, up to the
-fastest worker's speed. So a slow worker gets a group from time to time. The slower the worker is,
-the less often this happens.
+that it gets a group. Once this worker has the group, the group is expected to advance at the median
+speed of all workers. An idle worker's speed estimate doubles after every `RETRY_GROUPS` durations
+of a group, up to the fastest worker's speed. So a slow worker gets a group from time to time. The
+slower the worker is, the less often this happens.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ cut to this value."""
 
 EQUAL_SPEED = 0.8
 """A worker counts as equally fast if it has at least this share of the fastest worker's speed. The
-share is used until the first group is made, because speeds from heartbeats are not more
-accurate."""
+share is used until the first group is made. Until then speeds come from heartbeats and are
+inaccurate."""
 
 SLOWEST = 1 / 64
 """The estimated rate of a running group's longest completion is at least this share of its worker's
@@ -137,7 +138,7 @@ class Speed:
     def measured(self) -> float | None:
         """Measured tokens per second.
 
-        Until the worker has made a group, the estimate from heartbeats.
+        Until the worker has made a group, this is the estimate from heartbeats.
         """
         return self.tokens / self.seconds if self.seconds else self.provisional
 
@@ -169,8 +170,8 @@ class FinishTimes:
     def group_s(self, worker_id: str) -> float:
         """Return how long a group usually takes on a worker, in seconds.
 
-        If this worker has made no group, use the durations on all workers. If no worker has made a
-        group, return infinity.
+        If this worker has made no group, return how long a group usually takes on all workers. If
+        no worker has made a group, return infinity.
         """
         speed = self.of(worker_id)
         if not speed.seconds and self._seconds:
@@ -308,8 +309,8 @@ class FinishTimes:
     def forecast(self, record: LeaseRecord, *, is_running: bool, now: float) -> tuple[float, float]:
         """Predict how long a leased group will be, and in how many seconds it will be done.
 
-        The length is the final number of tokens of the group's longest completion. The seconds
-        count from now, or from the group's start if the group has not begun.
+        The length is the final number of tokens of the group's longest completion. If the group has
+        not begun, the seconds count from its start. Otherwise they count from now.
 
         Args:
             record: the lease.

@@ -42,7 +42,7 @@ batches. In equilibrium the learner therefore waits about WAIT_SHARE of its time
 OPEN_SHARE of its recent time, not counting the longest wait. In the second case the fleet without
 its fastest worker would be too slow for the learner. Groups that were made early then cover the
 loss of a worker. Until a step has been timed and a version installed, groups are granted for two
-batches, or for all free places if there are more.
+batches. If there are more free places, groups are granted for all of them.
 
 The method is flow control by the bandwidth-delay product, as in BBR. The queue to keep short
 consists of the groups that wait for the learner.
@@ -223,9 +223,9 @@ class JustInTime:
         """Return how many groups to grant now. Return None to grant all that admission allows.
 
         Args:
-            loads: the workers that can sample. While groups are delayed and the learner does not
-                wait for a group, workers that should install the newest version soon are granted no
-                groups.
+            loads: the workers that can sample. This method may change their limits: if groups are
+                delayed while the learner trains, a worker that should soon install a newer version
+                is granted no group now.
             installed: the step of the version that each worker has installed.
             running: the time at which each running group should be done.
             num_accepted: number of accepted groups that no finished step has used.

@@ -120,8 +120,8 @@ class Occupancy:
         """Return (limit, time) for the version that a worker is expected to install soon.
 
         `limit` bounds the promised groups for workers with this version (`Quota.limit`). `time` is
-        when the installation is expected. If this time is unknown, return `own`, the limit for the
-        installed version, and the present time.
+        when the installation is expected. If this time is unknown, `limit` is `own`, the limit for
+        the installed version, and `time` is the present time.
         """
         at = self._finish_times.installs_at(worker_id, newest, now=self._now)
         if at is None:

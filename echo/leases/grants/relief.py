@@ -99,8 +99,9 @@ class Relief:
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
         """Return, for each worker, those of its leases that may move.
 
-        Leases of begun groups come first. Leases that were requested already are left out. If
-        another lease of a worker may not move, the worker is left out.
+        Leases of begun groups come first. Leases that the learner has already requested back are
+        left out. If a worker has any other lease that may not move, the worker is left out with all
+        its leases.
         """
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):

@@ -56,8 +56,8 @@ class GroupState(StrEnum):
     RUNNING = "running"
     """The group is in the engine, or agents are working on it."""
     RECLAIMED = "reclaimed"
-    """The group is in the engine, but the learner has reclaimed it. When the engine returns the
-    unfinished group, another worker continues it."""
+    """The group is in the engine, but the learner has reclaimed it. When the engine has returned
+    the unfinished group, another worker continues the group."""
     INTERRUPTED = "interrupted"
     """The group was begun and waits to be continued."""
     SCORING = "scoring"
@@ -98,7 +98,7 @@ class PartialGroup:
     def seconds(self, now: float) -> float:
         """Return the seconds since the group entered the engine.
 
-        Return 0 if the group is continued.
+        Return 0 if the group has not entered, or if it already had tokens when it entered.
         """
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
@@ -223,7 +223,10 @@ class HeldLeases:
         return self._groups.get(key)
 
     def of(self, *states: GroupState) -> list[PartialGroup]:
-        """Return the groups in these states. They come state by state, in the order of entry."""
+        """Return the groups in these states, state by state.
+
+        In each state, the group that entered the state first comes first.
+        """
         return [group for state in states for group in self._by_state[state].values()]
 
     def add(self, lease: Lease, members: Sequence[PartialRollout] = ()) -> None:

@@ -1,9 +1,10 @@
 """Keeps copies of a worker's unfinished groups: at the learner, and in a file of the worker.
 
 Shipping a group means sending its tokens so far to the learner. If the worker stops for good, the
-learner leases the shipped groups to other workers. If the worker restarts, it lists the groups in
-its file. The learner then acknowledges the groups that are no longer wanted. Both copies are
-renewed every `ship_s` seconds, and when a worker pauses or leaves.
+learner leases the shipped groups to other workers. If the worker restarts, it reads the groups from
+its file. Its next heartbeat reports these groups to the learner. The learner then tells the worker
+which of them are no longer wanted. The worker renews both copies every `ship_s` seconds. It also
+renews them when it pauses or leaves.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class PartialKeeper:
     def save(self, run_id: str, *, interval_s: float = 0.0, now: float) -> list[Action]:
         """Return the action that writes the file of unfinished groups.
 
-        If nothing has changed, return []. Also return [] if less than `interval_s` seconds have
-        passed since the last comparison of the groups with the file.
+        If the file already has the present groups, return []. The groups are compared with the file
+        at most once in `interval_s` seconds. A call in between returns [], too.
         """
         if now < self._saved_at + interval_s:
             return []

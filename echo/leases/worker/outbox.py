@@ -20,8 +20,8 @@ class Unacknowledged:
     message: Message
     payload: tuple[Frame, ...]
     sent_at: float | None = None
-    """Time at which the message was last sent over the present link. None if it was never sent over
-    it."""
+    """Time at which the message was last sent over the present link. None if this link has not
+    carried the message yet."""
 
 
 class Outbox:

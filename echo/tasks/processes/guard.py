@@ -3,8 +3,8 @@
     node  ->  guard  ->  the task's process  ->  its children
 
 The guard executes no code of the task, so timers, handlers and signal masks of that code do not
-affect the guard. The guard checks every second whether the node lives. If the node has died or
-sends SIGTERM to the guard, the guard ends the task's process. The guard adopts every descendant
+affect the guard. The guard checks every second whether the node lives. If the node has died, or has
+sent SIGTERM to the guard, the guard kills the task's process. The guard adopts every descendant
 whose parent has died, even if the descendant has left its process group. When the task's process
 has ended, the guard kills all adopted descendants. Then the guard ends with the exit code or signal
 of the task's process.
@@ -58,8 +58,10 @@ def fork_guarded(node: int, end: socket.socket) -> None:
 def _watch(node: int, task: int) -> None:
     """Wait for the end of the task's process, and exit with its code or signal.
 
-    The task's process is killed if the node has died or has sent SIGTERM. When the task's process
-    has ended, all remaining children of this process are killed.
+    The guard runs this function. If the node has died, or if the guard has received SIGTERM, the
+    guard kills the task's process. When the task's process has ended, the guard kills all of its
+    own remaining children. These are the descendants of the task's process that the guard has
+    adopted.
     """
     status = None
     while status is None:
@@ -97,7 +99,7 @@ def _reap(task: int, *, waits: bool) -> int | None:
 def _end_all() -> None:
     """Kill all children of this process.
 
-    The children of a killed process become children of this process and are killed, too.
+    The guard adopts the children of each killed process, and kills them, too.
     """
     with suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)  # mostly there is none, and this call is cheaper than a search
