@@ -152,7 +152,8 @@ def _check_centering(config: Config) -> Iterator[Problem]:
     """Refuse score centering with truncated sampling.
 
     Centering compares the learner's and the sampler's log-probabilities of the likely ids. The
-    learner normalises over the whole vocabulary, a truncated sampler only over a part.
+    learner normalises over the whole vocabulary. A truncated sampler normalises only over a part of
+    the vocabulary.
     """
     if not likely_ids_of(config):
         return
@@ -224,7 +225,8 @@ def _check_agent(config: Config) -> Iterator[Problem]:
 def _dependent_keys(config: Config) -> tuple[tuple[str, bool, str, str], ...]:
     """Return the keys that have an effect only with certain values of another key.
 
-    Each tuple has the key, whether the key has no effect here, the reason, and the other key.
+    Each tuple has the key, whether the key has no effect in `config`, the reason, and the other
+    key.
     """
     is_directory = config.model.name is not None and config.model.name.startswith(("/", ".", "~"))
     no_pull = (config.reference.kl_coef == 0, "reference.kl_coef = 0", "reference.kl_coef")

@@ -290,8 +290,8 @@ INHERITED = "inherited"
 Inherited = Annotated[T, INHERITED]
 """The type of a key whose value the learner sets for all its workers."""
 OWN_KIND = "package.module:function"
-"""The kind that the section class for the user's own code has. The configuration has the code's
-import path instead."""
+"""The kind of the section class for the user's own code. In a configuration, the key `kind` then
+has the import path of this code."""
 
 
 class Strict(BaseModel):

@@ -17,8 +17,8 @@ from echo.core.errors import nearest
 from echo.fleet.gpus import GPUS, MODELS
 
 Rows = Mapping[str, Sequence[tuple[KeyPath, Any]]]
-"""The rows of each table, with their paths. Checks also read invalid rows: they have the file's
-values, and None for each missing value."""
+"""The rows of each table, with their paths. Checks also read invalid rows. An invalid row has the
+file's values, and None for each missing value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +212,10 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the number of rented nodes of each offer.
 
-    [sim] takes precedence over the plan. If neither has a number for an offer, the result depends
-    on the plan: with a plan no nodes are rented, and without a plan all nodes on offer. A number
-    above the nodes on offer is ignored here, because a list of that length may exceed the memory.
-    `scenario_rules` reports such a number.
+    An offer's number in [sim] takes precedence over its number in the plan. If an offer has neither
+    number and there is a plan, none of the offer's nodes are rented. Without a plan, all of them
+    are rented. A number that exceeds the nodes on offer is ignored here, because a list of that
+    length may exceed the memory. `scenario_rules` reports such a number.
     """
     counts = dict(offered)
     if plan is not None:

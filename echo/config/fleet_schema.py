@@ -58,8 +58,8 @@ class JobRow(Strict):
     max_staleness: Annotated[int, Field(ge=0)] = 6
     """Inclusive bound S on staleness, optimizer steps."""
     publish_period: Literal["auto"] | Count = "auto"
-    """Optimizer steps between two publications. "auto" chooses the smallest number with a
-    sufficient fleet."""
+    """Optimizer steps between two publications. "auto" chooses the smallest number for which a
+    fleet is sufficient."""
     version_bytes: Annotated[Bytes, Field(gt=0)] | None = None
     """Bytes of one publication, such as a delta. The default is the size of all weights in
     bfloat16."""
@@ -370,7 +370,8 @@ MAX_OWNERS = 4
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
     """Return the text that names a path in messages.
 
-    A row's text has the table, the number and the names of the row.
+    If the path leads into a row of a list, the text has the list's name, and the number and the
+    names of the row.
     """
     if len(path) < 2:
         return "".join(path)

@@ -221,8 +221,8 @@ def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | No
 
     Args:
         value: the value of a key, or a part of it.
-        in_table: whether the value is in a table of the user's own keys. Their types are not
-            checked.
+        in_table: whether the value is in a table of the user's own keys. The types of such values
+            are not checked.
         depth: the number of tables and lists that contain the value.
     """
     if isinstance(value, Mapping | list):
@@ -275,7 +275,10 @@ def value_problems(
 
 
 def describe_expected(leaf: Leaf, value: object) -> str:
-    """Describe the values that a key accepts. Suggest the one that is most similar to `value`."""
+    """Describe the values that a key accepts.
+
+    Suggest the accepted value that is most similar to `value`.
+    """
     has_choice = isinstance(value, str) and len(leaf.choices) > 1
     near = nearest(str(value), leaf.choices) if has_choice else None
     hint = f'; did you mean "{near}"?' if near else ""
@@ -319,8 +322,8 @@ def _describe(schema: Schema, problem: Problem, settings: Settings, file_name: s
 def _beside(path: KeyPath, settings: Settings, file_name: str) -> Setting:
     """Return a setting that has no value and names a source.
 
-    It takes the place of a missing key in messages. The source is the source of the nearest key
-    that the user has set. If there is no such key, the source is `file_name`.
+    In messages, this setting takes the place of a missing key. The source is the source of the
+    nearest key that the user has set. If there is no such key, the source is `file_name`.
     """
     for depth in range(len(path), 0, -1):
         for other, setting in settings.items():

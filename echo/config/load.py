@@ -159,8 +159,8 @@ def parse_config(
         role: the role whose required keys must be set; None requires no key.
         source: the name of `table` in messages.
         is_saved: whether `table` is a run's saved configuration, which has every key. If True,
-            defaults replace all saved values without effect. If False, defaults replace only values
-            that an override left without effect, and a note reports each.
+            defaults replace all saved values that have no effect. If False, defaults replace only
+            values that lose their effect by an override. A note reports each of these values.
 
     Raises:
         ConfigError: if anything is wrong. The message lists every problem with its remedy.
@@ -470,7 +470,7 @@ def resolved_lines(config: Config, role: Role | None = None) -> list[str]:
 def _by_section(keys: Iterable[Leaf], role: Role | None) -> dict[tuple[str, str], list[Leaf]]:
     """Return the keys that `role` reads.
 
-    They are grouped by the name and the kind of their section. The name is "" for keys outside
+    The keys are grouped by the name and the kind of their section. The name is "" for keys outside
     sections. The kind is "" if the section has only one kind.
     """
     groups: dict[tuple[str, str], list[Leaf]] = {}

@@ -4,11 +4,11 @@ The losses in echo/algo document the effect of each key on the gradient. The key
 because a relay has no torch and cannot import echo/algo. A test compares names and defaults.
 
 Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
-and renormalised distribution. A rollout contains the ids from which each token was drawn, and the
-learner computes in the same distribution. If the set of these ids is too large to send
-(core/token_sets.py), the learner scores the token in the whole distribution. Then the token's ratio
-of learner to sampler is Z even on-policy, where Z is the probability that truncation has kept. With
-top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1.
+and renormalised distribution. For each token, a rollout contains the ids from which the token was
+drawn. So the learner can compute in the same distribution. If the set of these ids is too large to
+send (core/token_sets.py), the learner scores the token in the whole distribution. Then the token's
+ratio of learner to sampler is Z even on-policy, where Z is the probability that truncation has
+kept. With top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1.
 
 Suppose that a loss accepts only ratios above Z. Then the loss learns nothing from rollouts with a
 negative advantage, or leaves out all rollouts. So such a loss gets no groups with missing token
@@ -81,9 +81,9 @@ class LossSection(Section):
 
     @property
     def value_beta(self) -> float | None:
-        """Return b, or None. The baseline of a group's rewards r is then b ln mean exp(r / b).
+        """Return b. The baseline of a group's rewards r is b ln mean exp(r / b).
 
-        None means that the baseline is the mean reward.
+        If the result is None, the baseline is the mean reward.
         """
         return None
 

@@ -253,8 +253,8 @@ def translations() -> Iterator[tuple[str, str, str]]:
 def _same_part(cell: str, name: str, keys: str) -> str:
     """Return the key of Echo that corresponds to one of the names in a cell.
 
-    If the cell has as many names as `keys` has keys, they correspond in order. Otherwise return all
-    keys.
+    If the cell has as many names as `keys` has keys, names and keys correspond in order. Otherwise
+    return all keys.
     """
     names, ours = cell.split(", "), keys.split(", ")
     return ours[names.index(name)] if len(names) == len(ours) and name in names else keys

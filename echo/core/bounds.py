@@ -3,7 +3,7 @@
 Sender and receiver check the same bounds. The sender checks a message in `codec.encode`, and the
 receiver in the decoder, before the message is used. The ranges are wide enough for every honest
 node. Other values could cost the receiver too much memory or time, or give an infinite result.
-Ranges with both ends also exclude NaN and the infinities.
+Ranges with a lower and an upper end also exclude NaN and the infinities.
 
 Only the message size bounds the contents of a `dict[str, Any]` (settings, examples).
 """
@@ -105,9 +105,9 @@ ONE_CONNECTION_RTT_S = 0.045
 """Largest round-trip time, in seconds, at which one connection with a 4 MiB buffer reaches 500
 Mbit/s."""
 RTT_PER_CONNECTION_S = 0.012
-"""For each such increase of the round-trip time, in seconds, one more connection is used. A link
-with 100 ms gets 6 connections, which fill 1 Gbit/s. Fewer connections do not fill the link. With 8
-connections the link drops packets."""
+"""Above ONE_CONNECTION_RTT_S, each such increase of the round-trip time, in seconds, adds one
+connection. So a link with 100 ms gets 6 connections, which fill 1 Gbit/s. Fewer connections do not
+fill the link. With 8 connections the link drops packets."""
 
 
 def num_connections(rtt_s: float, *, most: int = MAX_CONNECTIONS) -> int:

@@ -1,7 +1,8 @@
 """Finds the installed version of Echo, and imports packages that only some features need.
 
 In a checkout, bin/echo-setup installs packages. Otherwise pip installs the requirements in Echo's
-metadata. The pip command lists these requirements, because Echo is on no package index.
+metadata. If a package is missing, the error shows a pip command. The command lists the requirements
+one by one, because Echo is on no package index.
 """
 
 from __future__ import annotations

@@ -372,8 +372,8 @@ class PartialRollout(Tokens):
     def rollout(self, reward: float, *, stale_tokens: StaleTokens) -> Rollout:
         """Return the finished answer as a rollout that has this reward.
 
-        If `stale_tokens` is "mask", only tokens that the last token's version sampled stay
-        trainable.
+        If `stale_tokens` is "mask", tokens of earlier versions than the last token's version are
+        masked.
         """
         finished = self
         if stale_tokens == "mask":

@@ -2,8 +2,8 @@
 
 * `Paced` limits how often the learner does work on all nodes, such as granting leases and planning
   links. Nearly every message requests such work. In a small fleet, the work is done at once. In a
-  large fleet, the interval between two runs grows with the number of nodes, so the cost per second
-  stays constant.
+  large fleet, the interval between two rounds of the work grows with the number of nodes. So the
+  cost per second stays constant.
 * `Deadlines` finds the earliest of many moving deadlines without searching all of them.
 * `OncePerMinute` limits the rate of log lines about misbehaving peers.
 * `earliest` returns the earliest of a few instants. Roles call this function after every message.
@@ -88,10 +88,10 @@ class Paced:
     """Work that is requested often but done at a limited rate."""
 
     def __init__(self, node_s: float) -> None:
-        """Start in a state in which no run of the work is requested.
+        """Start in a state in which no round of the work is requested.
 
         Args:
-            node_s: seconds per node. In a large fleet, the interval between two runs is at least
+            node_s: seconds per node. In a large fleet, the interval between two rounds is at least
                 `node_s` times the number of nodes.
         """
         self._node_s = node_s
@@ -112,7 +112,7 @@ class Paced:
         return False
 
     def want(self, *, now: float) -> None:
-        """Request a run of the work as soon as possible. A pending request keeps its deadline."""
+        """Request a round of the work as soon as possible. A pending request keeps its deadline."""
         if self.deadline is None:
             self.deadline = now
 

@@ -34,7 +34,8 @@ TOO_LARGE = -1
 """The size of a set with more than MAX_SET_IDS ids. Such a set is sent without its ids."""
 
 MAX_LACKING_IDS = 1 << 10
-"""A set may instead be recorded by the ids that it lacks. This is their largest number."""
+"""A set with many ids may be recorded by the ids that it lacks. The constant is the largest number
+of lacking ids."""
 
 
 def size_lacking(num_ids: int) -> int:
@@ -154,9 +155,10 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return the sets of `of` tokens. Each of the first `num_tokens` sets has all ids except `ids`.
+    """Return sets of token ids that contain all ids except `ids`.
 
-    The other sets are not recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
+    `of` is the number of tokens, and each token gets a set. Only the first `num_tokens` sets are
+    recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
     """
     lacking, num_tokens = np.unique(ids).astype(np.int32), min(num_tokens, of)
     sizes = np.full(of, NOT_RECORDED, np.int32)

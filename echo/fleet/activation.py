@@ -9,7 +9,8 @@ duration of a broadcast to the set. A set is sufficient if it satisfies the prov
 (overlap.py) within the budget. The best set is the cheapest sufficient set.
 
 If no set is sufficient, the learner waits for rollouts. Then the search compares the sets within
-the budget whose step time is close to the shortest (HARDLY_SLOWER), and chooses the cheapest.
+the budget. Of the sets with nearly the shortest step time (HARDLY_SLOWER), the search chooses the
+cheapest.
 
 The search is greedy and begins with several sets: no worker, the active workers, and one set for
 each kind. The set of a kind contains this kind and all faster kinds, because one slow worker can
@@ -234,7 +235,7 @@ def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
     """Group the workers into kinds; return at most MAX_KINDS kinds if possible.
 
     All workers of a kind are in the same region. Either all or none can be dialled. If a property,
-    such as the price, is 0 for one worker, it is 0 for all.
+    such as the price, is 0 for one worker of a kind, it is 0 for all workers of this kind.
     """
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:
@@ -424,8 +425,9 @@ def choose(
 ) -> Choice:
     """Return the cheapest set of workers that satisfies the provisioning rule and the budget.
 
-    If no set is sufficient, the step time may be at most HARDLY_SLOWER times the shortest step
-    time. Then the result is the cheapest of these sets within the budget.
+    If no set is sufficient, the sets within the budget are compared. The step time may be at most
+    HARDLY_SLOWER times the shortest step time. Of the sets that satisfy this limit, the cheapest is
+    returned.
 
     Args:
         workers: all workers that have joined.

@@ -1,14 +1,14 @@
 """Explains why the learner or the workers wait. It finds the cause, the resource and the setting.
 
 The learner observes its fleet several times a minute, as a sampling profiler does. Each observation
-divides the time of every worker by the stages of the worker's groups (`WaitStage`). A `Tally` adds
-up these times, for the learner's waits and for the whole time.
+divides the time of every worker among the stages of the worker's groups (`WaitStage`). A `Tally`
+adds up these times, for the learner's waits and for the whole time.
 
 **The learner waits.** One stage is the cause. The stages rewards, weights, storing and delivering
 block groups. A blocking stage is the cause if it takes at least BLOCKED_SHARE of the time.
 Otherwise the cause is sampling or granting, whichever takes more time. If the staleness bound
-admits no groups for a worker, the worker's idle time does not count, because it is an effect of the
-wait. Each stage leads to a resource:
+admits no groups for a worker, the worker's idle time does not count, because this time is an effect
+of the wait. Each stage leads to a resource:
 
     rewards      the task's code, at the workers or at the learner
     weights      the first slow link on the path from the learner, or the disk behind this link
@@ -207,8 +207,8 @@ class ObservedFleet:
     def path(self, worker: ObservedNode) -> list[ObservedNode]:
         """Return the nodes that are fetching weights on the path from a worker up to the learner.
 
-        The path ends where the parent is the learner, has the whole version, or has AHEAD times as
-        many chunks.
+        The path ends at a node whose parent is the learner. It also ends if the parent has the
+        whole version, or AHEAD times as many chunks as the node.
         """
         path = [worker]
         while (parent := self.node(path[-1].parent)) is not None and parent.is_fetching:
@@ -317,7 +317,7 @@ class Tally:
         """Return the seconds that all workers spent in each stage while the learner waited.
 
         The stage ADMISSION is left out. ADMISSION cannot cause a wait: the staleness bound admits
-        no groups for these workers.
+        no groups for workers in this stage.
         """
         found = dict.fromkeys(WaitStage, 0.0)
         for (stage, _), seconds in self.waits.items():
@@ -466,7 +466,7 @@ def explain_wait(tally: Tally, fleet: ObservedFleet) -> Explanation:
 def _by_time(tally: Tally, stage: WaitStage) -> list[str]:
     """Return the workers whose groups were in this stage.
 
-    Those with the longest times come first.
+    Workers with the longest times come first.
     """
     times = {name: s for (at, name), s in tally.waits.items() if at is stage}
     least = max(times.values()) / 10
@@ -749,7 +749,10 @@ class StepParts:
 
 
 def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
-    """Return why workers had no groups in the time of a tally. Return None if they had enough."""
+    """Return why workers had no groups in the time of a tally.
+
+    If the workers had enough groups, return None.
+    """
     share = tally.idle_share
     if share < (IDLE_SHARE_NEEDLESS if parts.is_recomputing else IDLE_SHARE):
         return None

@@ -1,9 +1,9 @@
 """Lists GPUs, and estimates decoding and training speed with a roofline model.
 
 A decoding step for `c` sequences reads the weights once, and the cache of each sequence. The step
-computes two operations per parameter and sequence. Its time is the time of reading or of computing,
-whichever is longer. Training computes six operations per parameter and token. Peak rates are scaled
-by the shares that real engines reach:
+computes two operations per parameter and sequence. The time of the step is the time of reading or
+of computing, whichever is longer. Training computes six operations per parameter and token. Peak
+rates are scaled by the shares that real engines reach:
 
 * 0.60 of the memory bandwidth in decoding: measured as 55-60 % on A100 and H100 by Databricks, "LLM
   Inference Performance Engineering: Best Practices" (2023).

@@ -1,4 +1,4 @@
-"""Divides the GPUs of one site between training and generation. They may be of different types.
+"""Divides the GPUs of one site between training and generation. The GPUs may be of different types.
 
 Only divisions that Echo can run are tried. GPUs of one type train, and torchrun's ranks share the
 weights evenly. All other GPUs generate, and vLLM runs each copy of the model within one machine.

@@ -298,7 +298,7 @@ class _Pipeline:
         return [*spans, (at, at + work_s)]
 
     def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return the seconds in which batches are generated, for each staleness of a batch.
+        """Return for how many seconds batches of each staleness are generated.
 
         The version that is installed during generation determines a batch's staleness. If
         `is_just_in_time`, each batch begins at the latest instant that delays no step.

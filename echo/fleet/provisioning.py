@@ -454,7 +454,7 @@ def _remedy(found: tuple[float, Selection] | None, words: Callable[[float], str]
 def _least(attempt: Callable[[int], Selection | None], limit: int) -> int | None:
     """Return the smallest number from 1 to `limit` with which `attempt` succeeds.
 
-    None: no number does. The search doubles the number and then bisects.
+    If no number succeeds, return None. The search doubles the number and then bisects.
     """
     high = 1
     while attempt(high) is None:

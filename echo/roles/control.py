@@ -3,13 +3,13 @@
 The control link transports the messages between a node and the learner. The rules are:
 
 * If the link is lost or the learner is silent for `dead_after_s`, the node dials the next address.
-  The addresses are the configured addresses and, if a plan contained it, the learner's own address.
-  So the workers of a dead relay can reach the learner directly.
+  The node tries the configured addresses. If a plan has contained the learner's own address, the
+  node tries this address, too. So the workers of a dead relay can reach the learner directly.
 * After `reconnect_for_s` without the learner, the node stops with an error that names remedies.
 * If every address has refused the node MAX_REFUSALS times in a row, the node stops, because waiting
   cannot help. A refusal is a rejected key, another protocol version, or a Welcome without the
   learner's signature (`roles/joining.py`). A refusal by one address is not sufficient, because a
-  dishonest relay may use the address.
+  dishonest relay may answer there.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ class ControlLink:
     def deadline(self, *, is_leaving: bool) -> float:
         """For a node that is not admitted, return when `expire` must be called next.
 
-        A leaving node does not give up. So if `is_leaving`, this is the time of the next repeat.
+        The result is the time of the next attempt, or the time to give up if that is earlier. A
+        leaving node does not give up.
         """
         return min(self.joining.retry_at, math.inf if is_leaving else self._give_up_at)
 

@@ -22,9 +22,9 @@ about work before its admission, the learner answers with Rehello.
 An event is a message, or a fact that an end observes itself. The table's entry for the present
 state and the event has the next state and a method to call. No other code changes the state.
 
-Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. A node
-without these files inherits configuration and tokenizer from the learner, so their hashes match.
-Code and weights are never inherited.
+Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. If a node
+lacks the model's configuration and tokenizer, the node inherits these files from the learner. Then
+their hashes match. Code and weights are never inherited.
 
 Any process with the run's secret may act as a relay. So the learner signs inherited files and
 settings, and nodes verify the signature before use. A node gets the fingerprint of the learner's
@@ -126,7 +126,7 @@ _ANSWER = "echo-rl 2026-11 answer to a hello"
 _HELLO = "echo-rl 2026-11 hello"
 
 Answer = TypeVar("Answer", Welcome, Refuse, Finish)
-"""The answers that the learner may give to a Hello. It signs them."""
+"""The answers that the learner may give to a Hello. The learner signs each answer."""
 
 
 def fingerprint(public_key: bytes) -> bytes:
@@ -140,7 +140,7 @@ def show_fingerprint(value: bytes) -> str:
 
 
 def sign_answer(answer: Answer, key: Ed25519PrivateKey) -> Answer:
-    """Return a copy of an answer that contains a signature of all its other fields.
+    """Return a signed copy of an answer. The signature covers all other fields.
 
     The answer contains the hash of a Hello. So the answer is valid only for this Hello and its
     process.
@@ -158,7 +158,7 @@ def hash_hello(hello: Hello) -> bytes:
 def _arriving(message: Any) -> Any:
     """Return a message as its receiver decodes it.
 
-    In particular, float fields then contain floats.
+    In particular, a whole number in a float field becomes a float.
     """
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
@@ -238,7 +238,7 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 class Configure(Action):
     """Action: build task and engine from the learner's files and settings.
 
-    Then report their hashes.
+    Then report the hashes of their files.
     """
 
     settings: dict[str, Any]

@@ -148,7 +148,7 @@ class StepTaken:
 
 @dataclass(frozen=True, slots=True)
 class StandbyChosen:
-    """Event: exactly these workers should be on standby."""
+    """Event: the workers in `names`, and no others, should be on standby."""
 
     names: frozenset[str]
 
@@ -164,7 +164,7 @@ class Paused:
 class HoldChosen:
     """Event: the operator has chosen to hold a node on standby or to drain it.
 
-    None cancels the choice.
+    If `hold` is None, the operator has cancelled the earlier choice.
     """
 
     node_id: str
@@ -249,7 +249,7 @@ class Learner(Role):
     def disconnected(self, peer: str, reason: str, *, now: float) -> list[Action]:
         """Remove a lost link.
 
-        If the nodes behind it stay silent for `dead_after_s`, they are dropped.
+        If the nodes behind this link stay silent for `dead_after_s`, they are dropped.
         """
         if peer in self.viewers:
             self.viewers.disconnected(peer)
@@ -523,8 +523,8 @@ class Learner(Role):
         slow down the broadcast. After its activation, the worker fetches weights like a late
         joiner, and gets leases when it has installed the version.
 
-        In the plan of a worker on standby, the standby is set and the parents are empty. The plan
-        is repeated at each heartbeat until the worker follows the plan, so a lost plan is harmless.
+        The plan that such a worker gets sets the standby and names no parents. The plan is repeated
+        at each heartbeat until the worker follows the plan, so a lost plan is harmless.
         """
         changed = False
         for member in self.roster.members("worker"):

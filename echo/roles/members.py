@@ -65,7 +65,8 @@ class Presence(StrEnum):
 class Member:
     """A node that the learner knows.
 
-    It has an identity, a last message, and states for plans and leases.
+    The fields are the node's identity, facts from its messages, and its states for plans and
+    leases.
     """
 
     node_id: str
@@ -175,7 +176,7 @@ class Member:
         The last heartbeats are used. The result is None if the counter `per` has not increased.
 
         Args:
-            seconds: name of the counter of the milliseconds.
+            seconds: name of the counter that adds up the milliseconds.
             per: name of the counter to divide by, or "bytes_received".
         """
         if not self.history:
@@ -346,7 +347,7 @@ class Roster:
         member.presence = to
 
     def take_counts_left(self) -> dict[str, Mapping[str, int]]:
-        """For each worker that left since the last call, return the counters that it reported last.
+        """For each worker that left since the last call, return its last reported counters.
 
         The result is keyed by node id.
         """
@@ -354,7 +355,7 @@ class Roster:
         return left
 
     def hold(self, node_id: str, hold: Hold | None) -> None:
-        """Record what the operator has chosen for a node. None returns the node to the run.
+        """Record what the operator has chosen for a node. `None` returns the node to the run.
 
         The choice also applies to later processes with this name. After a drain, the choice ends
         with the present process.
@@ -439,7 +440,7 @@ class Shutdown:
     def finish(self, reason: str) -> list[Action]:
         """Send Finish with `reason` to all nodes.
 
-        Relays get it last, when all other nodes have gone.
+        Relays get Finish last, when all other nodes have gone.
         """
         self.reason = reason
         return self.send_finish()

@@ -1,20 +1,20 @@
 """The role of a relay or a worker: its links for control and weights, heartbeats and timeouts.
 
 Relays and workers dial two links. The **control link** transports routed messages to and from the
-learner. It is dialled at a configured address of the learner or of a relay. Over the **weights
-link**, the node fetches chunks from the parent in the learner's plan. Each link is replaced
-independently, and the node continues to work while a link is lost.
+learner. The node dials this link at a configured address of the learner or of a relay. Over the
+**weights link**, the node fetches chunks from the parent in the learner's plan. Each link is
+replaced independently, and the node continues to work while a link is lost.
 
 `roles/joining.py` has the table of a node's states. The rules of the links are:
 
-* The message of a state is repeated every `retry_s` until the node enters the next state. Task and
-  engine can take minutes to build. In this time, Hello is repeated once per heartbeat interval, so
-  that node and learner do not count as silent.
+* In each state, the node repeats the state's message every `retry_s` until it enters the next
+  state. Task and engine can take minutes to build. While they are built, the node repeats Hello
+  once per heartbeat interval. So neither the node nor the learner counts as silent.
 * The control link tries the addresses in turn until the learner answers (`roles/control.py`).
 * A Welcome of another run, with other settings or with other hashes, ends the node, because
   retrying cannot help.
 * All other messages need the learner's seal (`wire/seals.py`). A message without a valid seal is
-  refused and counted for the node that forwarded it.
+  refused, and counts as a fault of the node that forwarded it.
 * The weights link follows the newest plan (`weights/parents.py`).
 """
 
@@ -162,7 +162,7 @@ class DialingRole:
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
         """Refuse a routed message that is for a different node.
 
-        Relays override this method and forward it.
+        Relays override this method and forward the message.
         """
         raise RemoteProtocolError(
             f"a message for {envelope.target}; a {self.settings.role} does not relay"
@@ -296,7 +296,7 @@ class DialingRole:
     def _on_other_protocol(self, peer: str, source: str, fault: str, now: float) -> list[Action]:
         """Handle a peer that uses a different protocol.
 
-        Leave its address, or refuse it if it is inbound.
+        If this node dialled the peer, leave the peer's address. If the peer is inbound, refuse it.
         """
         if self.control.has(peer):
             return self.control.leave_address("protocol_version", one_line(fault), now)
@@ -412,7 +412,7 @@ class DialingRole:
     def worked(self, work: Work, fault: str, *, now: float) -> list[Action]:
         """Handle the end of work that the broadcast did in a thread.
 
-        `fault` is "" if it succeeded.
+        `fault` is "" if the work succeeded.
         """
         return self._perform(self.broadcast.worked(work, fault, now=now), now)
 

@@ -1,8 +1,8 @@
 """Plans the broadcast at the learner: decides when to plan, and tells nodes their new parents.
 
 `weights/topology/plan.py` computes the plan from the measured uplinks. A node whose parents have
-changed gets its part of the plan. At least PLAN_S seconds per node pass between two plans. So
-planning takes a bounded share of the time, even in a large fleet.
+changed gets its part of the plan. The interval between two plans is at least PLAN_S times the
+number of nodes. So planning takes a bounded share of the time, even in a large fleet.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ from echo.wire.codec import (
 from echo.wire.messages import LEARNER_ID, Message, Operation, Outcome, Refuse, Status, Watch
 
 VIEW, OPERATE = "view", "operate"
-"""The names of the two keys. The run's directory holds them as `keys/view` and `keys/operate`."""
+"""The names of the two keys. The run's directory has the keys in the files `keys/view` and
+`keys/operate`."""
 MAX_VIEWERS = {VIEW: 16, OPERATE: 4}
 """For each key, the largest number of viewers that are connected with it. The limits are separate,
 so that viewers that only read cannot exclude an operator."""

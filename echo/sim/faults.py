@@ -30,7 +30,7 @@ class SimulatedSite:
     rental: Rental | None = None
     num_absences: int = 0
     """Number of faults that disable the machine or its process at present. When the number is 0, a
-    worker can start here again."""
+    worker can start on the machine again."""
     is_given_up: bool = False
     """Whether the worker has given the machine back. If so, no worker starts here again."""
 

@@ -78,7 +78,7 @@ class Route:
 class Port:
     """The point at which a machine joins the network.
 
-    It remains when the machine's processes end.
+    The port remains when the machine's processes end.
     """
 
     name: str
@@ -242,7 +242,7 @@ class Network:
     def listen(self, client: Client) -> None:
         """Let a client accept connections at the address that its port has.
 
-        Port number 0 in the address is replaced by a free port.
+        If the port number in the address is 0, a free port number replaces it.
 
         Raises:
             TransportError: if another node listens at this address.

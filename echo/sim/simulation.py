@@ -272,7 +272,7 @@ class Simulation:
             site.is_given_up = True
 
     def kill(self, worker: SimWorker, *, is_silent: bool) -> None:
-        """End the process of a worker. Messages that it has not sent are lost.
+        """End the process of a worker. Messages that the worker has not sent are lost.
 
         If `is_silent`, the machine is also lost, and peers are not notified.
         """

@@ -1,10 +1,10 @@
 """Models the time that the engine, the trainer and the disk take.
 
-The models replace them in a simulation. An engine samples `tokens_per_s` completion tokens per
-second, which its groups share equally. A single sequence is at most `alone_speedup` times as fast
-as in a full engine. So a group takes at least the time of its longest completion at this speed. New
-weights are installed while groups run, and sample the later tokens. A paused engine samples no
-tokens.
+In a simulation, the models replace engine, trainer and disk. An engine samples `tokens_per_s`
+completion tokens per second, which its groups share equally. A single sequence is at most
+`alone_speedup` times as fast as in a full engine. So a group takes at least the time of its longest
+completion at this speed. New weights are installed while groups run, and sample the later tokens. A
+paused engine samples no tokens.
 
 The learner's node is the real node (`runtime/learner/node.py`). Its trainer only takes time, its
 ledger is in memory, and it saves no checkpoints.

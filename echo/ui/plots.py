@@ -82,7 +82,7 @@ _FRONT, _CHOSEN = "#4c72b0", "#b5479b"
 def cost_plot(
     front: Mapping[str, Forecast], chosen: Forecast, out_png: Path, *, title: str
 ) -> Path:
-    """Plot what fleets cost against the learner's idle share. Return the file's path.
+    """Plot the costs of fleets over the learner's idle share. Return the file's path.
 
     The two panels show the cost per hour and the cost per token. Both panels show the Pareto front
     `front` and mark the `chosen` plan.

@@ -1,12 +1,12 @@
 """Writes metrics and samples to metrics.jsonl, and to TensorBoard, trackio and wandb.
 
 metrics.jsonl has all numbers; if a run cannot write this file, the run ends. The other sinks are
-optional and called mirrors below. They also get samples of rollouts as tables. If a configured
+optional and called mirrors below. Mirrors also get samples of rollouts as tables. If a configured
 mirror is not installed, the run is refused at the start. If a mirror fails later, it is dropped
 with a warning. Each mirror has its own thread, so a run never waits for a mirror's network.
 
-Rows are only appended to metrics.jsonl. A resumed learner may repeat steps. Their new rows have a
-higher `lineage` than the abandoned rows, and readers use only the new rows
+Rows are only appended to metrics.jsonl. A resumed learner may repeat steps. The new rows of these
+steps have a higher `lineage` than the abandoned rows. Readers use only the new rows
 (`echo.records.run_files`).
 """
 
@@ -127,7 +127,7 @@ class _Feed:
 def sinks_missing(sinks: Collection[str], *, has_prometheus: bool = False) -> list[str]:
     """Return one line for each configured sink whose library is not installed.
 
-    It states the remedy.
+    The line states the remedy.
     """
     wanted: list[Callable[[], object]] = [partial(_import, name) for name in sinks]
     wanted += [prometheus_client] if has_prometheus else []

@@ -1,10 +1,10 @@
 """Makes a trace of what all nodes did.
 
-Perfetto can show it; the format is Chrome's JSON trace events. The spans come from the ledger and
-the metrics, which the learner writes with its own clock. A worker's span begins when the learner
-grants a group, and ends when the learner accepts the group or ends the lease. The events within the
-span, such as reward calls, are not recorded. If spans of a worker overlap, they are in different
-rows.
+Perfetto can show the trace; the format is Chrome's JSON trace events. The spans come from the
+ledger and the metrics, which the learner writes with its own clock. A worker's span begins when the
+learner grants a group, and ends when the learner accepts the group or ends the lease. The events
+within the span, such as reward calls, are not recorded. If spans of a worker overlap, they are in
+different rows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from echo.ui.report.run import ReportedRun, explanation_of
 from echo.wire.messages import LEARNER_ID
 
 MAX_EVENTS = 500_000
-"""Largest number of events in a trace. Such a trace has about 100 MB, and Perfetto can still open
-it."""
+"""Largest number of events in a trace. A trace with so many events has about 100 MB, and Perfetto
+can still open it."""
 MICROSECONDS = 1e6
 
 Event = dict[str, Any]

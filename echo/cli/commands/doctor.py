@@ -132,7 +132,7 @@ def _gpus() -> tuple[str | None, Sequence[str]]:
 def _configuration(arguments: Namespace) -> tuple[Role, Config | None]:
     """Return the role and the configuration to check.
 
-    The configuration is None if the command line and ECHO_JOIN name none.
+    The configuration is None if neither the command line nor ECHO_JOIN names a configuration.
 
     Raises:
         ConfigError: if the configuration is wrong.

@@ -867,7 +867,7 @@ def find_config_of(
 
 
 def check_ended(arguments: argparse.Namespace, config: Config) -> None:
-    """If a launcher restarts a run that has diverged, and no user asked for that, refuse.
+    """If the run has diverged, refuse a restart by a launcher. A user may still resume the run.
 
     Raises:
         DivergedError: if a divergence has ended the run. Only the process of rank 0 raises it.

@@ -176,7 +176,7 @@ def _shown(
 
 
 def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
-    """Yield the parts of a completion. One policy version or the task wrote each part.
+    """Yield the parts of a completion. Each part was written by one policy version or by the task.
 
     A branch of the token tree begins a new part.
     """

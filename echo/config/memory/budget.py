@@ -229,8 +229,8 @@ def _worker_budget(footprint: Footprint, machine: Machine) -> Budget:
 def _learner_changes(footprint: Footprint, available: int) -> list[tuple[str, Any]]:
     """Return settings that may save memory, as (key, value).
 
-    Those that do the least harm come first. The first settings change neither the results nor the
-    speed of the run.
+    Settings that do the least harm come first. The first settings change neither the results nor
+    the speed of the run.
     """
     tokens = footprint.micro_batch_tokens
     while tokens // 2 >= footprint.rollout_tokens:
@@ -288,7 +288,8 @@ def _bare(value: Any) -> str:
 def _model_bytes(footprint: Footprint) -> int:
     """Return the bytes of the items that are in the model's memory and depend on settings.
 
-    On a CPU, the same memory also holds the versions, but their size is fixed.
+    On a CPU, the same memory also holds the versions. They are not counted, because their
+    size is fixed.
     """
     return sum(item.num_bytes for item in footprint.learner_items() if item.is_on_gpu)
 

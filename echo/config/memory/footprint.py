@@ -110,8 +110,8 @@ class Footprint:
 
         Held-out prompts are sampled with the stored version's weights if possible
         (runtime/learner/setup.py). Otherwise a separate model is needed, which ranks keep in the
-        host's memory. The keys and values of one rollout are counted. With more memory, more
-        rollouts run.
+        host's memory. The keys and values of a single rollout are counted. If there is more memory,
+        more rollouts run at once.
 
         A GPU with enough memory keeps the last version, and compares it with the next version
         during a step (engine/weights.py). A step of several updates first copies weights and
@@ -206,7 +206,7 @@ class Footprint:
     def may_keep_versions(self) -> bool:
         """Whether a learner can keep versions on its GPU and encode the next version there.
 
-        This needs a learner of a single process that publishes deltas.
+        The learner must have a single process and publish deltas.
         """
         return self.has_gpu and self._step.is_alone and self.config.network.codec != "full"
 
@@ -284,8 +284,8 @@ class Footprint:
 
         The memory holds keys and values, and the numbers from which a token is drawn. While a
         layer's keys and values grow by a token, the old and the new tensors exist, so one more
-        layer is counted. The result is 0 without evaluations, and for several ranks, which use the
-        host's free memory.
+        layer is counted. Without evaluations the result is 0. With several ranks the result is also
+        0, because ranks use the host's free memory.
         """
         facts = self.facts
         if not (self._step.is_alone and self.config.eval.interval_steps):

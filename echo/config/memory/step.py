@@ -243,7 +243,7 @@ class StepFootprint:
         """Return the bytes that one micro-batch keeps for its backward pass.
 
         With checkpointing, the micro-batch keeps the inputs of the layers. If the inputs are
-        offloaded, only the inputs of two successive layers are in this memory.
+        offloaded to the host, the GPU holds the inputs of only two successive layers.
         """
         if self.offloads_inputs:
             return min(2, self.facts.num_layers) * self.input_bytes // self.facts.num_layers
@@ -387,8 +387,8 @@ def _rollouts_per_row(facts: ModelFacts, config: Config, *, prompt_tokens: int) 
     """Return the number of rollouts that share their prompt in one row.
 
     The rollouts fill at most half of a micro-batch. If rollouts do not share prompts, or if sharing
-    saves less than MIN_SAVED of the row's tokens, the number is 1. Completions of full length are
-    assumed, for which sharing saves least.
+    saves less than MIN_SAVED of the row's tokens, the number is 1. All completions are assumed to
+    have the full length. For this length, sharing saves least.
     """
     completion = config.max_chain_tokens
     num_fitting = (config.learner.micro_batch_tokens // 2 - prompt_tokens) // completion

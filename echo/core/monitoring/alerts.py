@@ -1,10 +1,12 @@
-"""Decides which alerts are raised and cleared. Decisions use a run's metrics and other facts on it.
+"""Decides which alerts are raised and cleared.
+
+The decisions use the run's metrics and other facts on the run.
 
 A condition is, for example, an entropy below its limit. An episode is a period in which the
 condition holds. The start of an episode raises an alert, and the end clears the alert. Two alerts
 of a condition are at least REPEAT_S apart, so a value that moves around its limit raises few
-alerts. If an episode begins earlier, its alert is raised only if the episode still lasts after
-REPEAT_S.
+alerts. An episode may begin less than REPEAT_S after the last alert. Then its alert waits until
+REPEAT_S have passed, and is raised only if the episode still lasts.
 
 Three conditions are divergences: the policy has become worse or soon will. Their alerts name the
 last good step. So a run can return to a checkpoint of this step or an earlier step.
@@ -29,7 +31,7 @@ DIVERGENCES: frozenset[AlertKind] = frozenset({"reward", "entropy", "ess"})
 REPEAT_S = 600.0
 """After an alert, the same condition causes no further alert for this many seconds."""
 NUM_REWARDS = 10
-"""Number of steps over which a mean reward is computed. It is compared with the best earlier
+"""Number of steps over which a mean reward is computed. This mean is compared with the best earlier
 mean."""
 NUM_VALUES = 5
 """Number of steps over which the medians of entropy and effective sample size are computed."""

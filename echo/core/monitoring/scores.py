@@ -36,7 +36,10 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate that one value per prompt gives. Without values, it is NaN."""
+        """Return the estimate that one value per prompt gives.
+
+        Without values, the estimate is NaN.
+        """
         number = len(values)
         if not number:
             return cls(math.nan, math.nan, math.nan)

@@ -47,8 +47,8 @@ class MachineReleased:
     """Event: the machine was given back."""
 
     is_confirmed: bool
-    """Whether the command that gives the machine back succeeded. Otherwise the machine may still be
-    billed."""
+    """Whether the command that gives the machine back succeeded. If it failed, the machine may
+    still be billed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ newer version arrives within INSTALL_AGAIN_S, the refused version is tried again
 In two cases the engine must first become empty (`EngineVersions.is_held`):
 
 * `stale_tokens = "drop"`: tokens of older weights are dropped, so running calls are recalled.
-* `one_version`, and the engine holds one version: the running groups are finished first.
+* `one_version` is set, and the engine can hold only one version: the running groups are finished
+  first.
 
 An engine may hold several versions at once (adapters in vLLM). Then each call names a version to
 sample with. A new group gets the newest version. A continued group gets the version with which it

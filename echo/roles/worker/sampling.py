@@ -2,7 +2,7 @@
 
 A continuous engine accepts requests at any time: it gets one call per group as soon as it has a
 free place. Any other engine gets one batch of groups after another. A batch lasts as long as its
-longest rollout, and near its end only few rows are busy.
+longest rollout. Near the end of the batch, only few of the engine's rows are busy.
 
 So with `over_submission` = f > 1, a batch of N groups is recalled early if other groups wait
 (active partial rollouts, APRIL). This happens when N / f of its groups are whole, that is, all
@@ -18,7 +18,7 @@ the learner, and a new call continues the groups. So a killed worker loses at mo
 of sampling.
 
 If a call of several groups raises an error, its groups are sampled again in calls of half the size.
-Finally the group that causes the error is alone and fails.
+In the end, the group that causes the error is alone in its call and fails.
 
     Sample   ->  MembersGrown or NonfiniteFound, for each group as it grows;
                  then CallReturned, CallRefused or CallRaised
@@ -57,7 +57,7 @@ class EngineCall:
     """A call of the engine: the groups that it samples, and how far it is.
 
     Only the sampler's thread writes `seen_tokens` and `seen_signs`. The event loop's thread writes
-    all other fields, and copies the two counts in `credit`.
+    all other fields. In `credit`, this thread reads the two counts.
     """
 
     groups: list[PartialGroup]
@@ -209,7 +209,7 @@ class NoResult:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision: give `groups` to other workers. None of them is in the engine."""
+    """Decision: give `groups` to other workers. None of these groups is in the engine."""
 
     groups: Sequence[PartialGroup]
 
@@ -432,7 +432,7 @@ class EngineCalls:
     def _on_grown(self, event: MembersGrown) -> list[Decision]:
         """Store the members of a group.
 
-        When all of them have ended, request the group's rewards.
+        When all members have ended, request the group's rewards.
         """
         event.group.members = list(event.members)
         if not event.group.is_whole:
@@ -504,7 +504,7 @@ class EngineCalls:
     def _stop(self, groups: Sequence[PartialGroup]) -> list[Decision]:
         """Take unfinished groups back from the engine.
 
-        Those that the learner has reclaimed go to other workers.
+        Groups that the learner has reclaimed go to other workers.
         """
         reclaimed = [group for group in groups if group.state is GroupState.RECLAIMED]
         for group in groups:
@@ -538,7 +538,10 @@ class EngineCalls:
         return self._recall(self._calls) if self.engine.sampler == "engine" else []
 
     def _has_enough(self, call: EngineCall, learner: LearnerProgress, now: float) -> bool:
-        """Return whether to recall a call now. Its unfinished groups would continue later."""
+        """Return whether to recall a call now.
+
+        The call's unfinished groups would continue later.
+        """
         if call.num_whole == len(call.groups):
             return False  # the call returns soon by itself
         if not any(group.is_sampled for group in call.groups):

@@ -127,7 +127,7 @@ class EngineBuilt:
 class LeasesDemanded:
     """Event: agents need `num_groups` groups in total.
 
-    The groups that they already have count, too.
+    The groups that the agents already have count, too.
     """
 
     num_groups: int

@@ -699,8 +699,8 @@ def _bars(
 ) -> None:
     """Draw a bar for each of the largest values. The largest value is on top.
 
-    Each value is written to the right of the bar, or to the right of the value's position in
-    `ends`.
+    Each value is written to the right of its bar. If `ends` is given, it has the positions to the
+    right of which the values are written.
     """
     names = sorted(values, key=lambda name: values[name])[-MAX_BARS:]
     places, least = range(len(names)), max(values.values()) / 1000
