@@ -28,7 +28,7 @@ are shorter.
 """
 MAX_GUEST_BYTES = 256 << 10
 """Largest number of bytes of a guest's unfinished message. If guests are admitted, this limit also
-holds for the first message of every connection, a short Greet.
+holds for the first message of every connection, which is a short Greet.
 """
 CHECK_S = 0.1
 """Seconds between two checks of connections. A check finds connections whose unfinished message is
@@ -58,9 +58,10 @@ class AcceptedConnections:
     works only on Linux, because other kernels do not report the count.
 
     libzmq owns the descriptors. libzmq reports the end of a connection before it closes the
-    descriptor. So when all events have been read, the descriptor's number still belongs to the
-    added connection. The number may be reused in the few microseconds after that. This does no
-    harm: `shutdown` fails on a file, and a link that `shutdown` ends is dialled again.
+    descriptor. So if all events have been read, the number of a descriptor recorded here still
+    belongs to the recorded connection. The number may be reused in the few microseconds between
+    reading the events and closing the connection. This does no harm: `shutdown` fails on a file,
+    and a link that `shutdown` ends is dialled again.
     """
 
     def __init__(self, max_strangers: int, max_message_bytes: int, *, has_guests: bool) -> None:
@@ -124,7 +125,7 @@ class AcceptedConnections:
     def close_unfinished(self) -> int:
         """Close connections whose unfinished message is too long; return how many were closed.
 
-        One call checks CONNECTIONS_PER_CHECK connections.
+        One call checks at most CONNECTIONS_PER_CHECK connections.
         """
         num_closed = 0
         for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_CHECK)):

@@ -16,10 +16,10 @@ not trust guests, and accepts only small messages from guests.
 
 A worker makes a new server key at each start, because other nodes learn its address only from
 plans. The address of a relay is written into configurations. So a relay's key is derived from the
-secret. Then the run's join string is enough on every machine, and stays valid when the relay
-restarts. As a consequence, any node of the run can pose as a relay if it also takes over the
-relay's address. No node can pose as the learner or change signed data, because the join string has
-the fingerprint of the learner's key.
+secret. Then the run's join string is enough to dial the relay from any machine, and stays valid
+when the relay restarts. As a consequence, any node of the run can pose as a relay if it also takes
+over the relay's address. No node can pose as the learner or change signed data, because the join
+string has the fingerprint of the learner's key.
 """
 
 from __future__ import annotations

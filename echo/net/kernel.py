@@ -29,8 +29,8 @@ WINDOW_SHARE = 0.7
 the buffer.
 """
 SOCKETS_WITHOUT_BBR = 4
-"""Least number of connections of a link without BBR. A lost packet then halves the rate of a single
-connection instead of the whole link.
+"""Least number of connections of a link without BBR. With several connections, a lost packet halves
+the rate of only one of them, and not of the whole link.
 """
 WANTED_DESCRIPTORS = 1 << 16
 """Wanted limit of open files: enough for a learner and thousands of workers, each with several

@@ -77,7 +77,10 @@ async def bound_socket(
 
 
 def _hold(bound: socket.socket) -> None:
-    """Reserve the port. The kernel then refuses connections to it, and sockets that ask for it.
+    """Reserve the port.
+
+    The kernel then refuses connections to the port. It also refuses to bind other sockets to the
+    port.
 
     Raises:
         OSError: if another socket listens on the port already.
@@ -127,8 +130,8 @@ This is enough for several statuses of a large run. A guest that does not read g
 message.
 """
 STRANGERS_NEWS = 1024
-"""Largest number of connection events that one turn of the loop reads before it closes excess
-strangers.
+"""Largest number of connection events that are read in one turn of the loop, before excess
+strangers are closed.
 """
 
 
@@ -302,7 +305,8 @@ class Listener:
     def _admit_peer(self, identity: bytes, burst: Burst) -> Inbound | None:
         """Return the inbound peer for a new connection whose first message has arrived.
 
-        Return None if the connection belongs to no peer. Its messages are then discarded.
+        If the connection belongs to no peer, return None. The messages of such a connection are
+        discarded.
         """
         user = self.channel.user()
         most = MAX_GUEST_UNSENT_BYTES if user else None

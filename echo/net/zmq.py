@@ -14,11 +14,12 @@ shares one channel among all inbound peers, and `admission.py` limits these peer
 one pipe. So a dialled link opens a new channel for each attempt, and libzmq's own reconnection is
 off. ZMQ_IMMEDIATE stays 0. With 1, messages that a peer sent just before closing would be
 discarded. The end of a connection is reported only after its channel has been drained, so the last
-messages are received before the end. The ROUTER names each inbound connection itself, because no
-routing id is sent. So a node that reconnects after a half-open connection is a new peer, and is not
-refused as a duplicate. libzmq reports the end of an inbound connection by its descriptor. So a
-peer's descriptor is read with its first message. libzmq reports this end before it closes the
-descriptor. So the number of a descriptor never belongs to two peers at once.
+messages are received before the end. The ROUTER names each inbound connection itself, because
+dialling sockets send no routing id. So a node that reconnects after a half-open connection is a new
+peer, and is not refused as a duplicate. libzmq reports the end of an inbound connection by its
+descriptor. So a peer's descriptor is read with its first message. libzmq reports the end of the
+connection before it closes the descriptor. So the number of a descriptor never belongs to two peers
+at once.
 
 **Backpressure: the count of unsent bytes comes from the frames that libzmq has released.** A ROUTER
 does not report how many bytes wait for one peer. The high-water mark of a ROUTER counts messages.
@@ -41,8 +42,8 @@ ZMTP 1 has no handshake. So a listener without keys cannot close a connection th
 of ZMTP 1.
 
 **Bulk connections** transfer chunks that are already encrypted. CURVE would take more CPU time than
-all other steps of a chunk. A dialled link requests each connection over CURVE, and gets a port and
-a token:
+all other work on a chunk. A dialled link requests each connection over CURVE, and gets a port and a
+token:
 
     dialler                              listener
       BULK_ASK                 ->                      over the link
@@ -53,10 +54,10 @@ a token:
 
 A token is valid for one connection of one link, and expires with the link. Without a token the
 handshake fails. During the handshake libzmq reads at most 256 bytes at a time and buffers nothing.
-The same bounds on strangers hold as on the link's own port. Only the empty message is accepted from
-a dialler. A dialler marks messages over a bulk connection `is_public`, because another machine may
-have made these messages. If a bulk connection cannot be opened (a firewall blocks its port), all
-messages use the link. If a bulk connection ends, the link is dialled again.
+The bounds on strangers are the same as on the link's own port. Only the empty message is accepted
+from a dialler. A dialler marks messages over a bulk connection `is_public`, because another machine
+may have made these messages. If a bulk connection cannot be opened (a firewall blocks its port),
+all messages use the link. If a bulk connection ends, the link is dialled again.
 
 **Heartbeats** are those of ZMTP. A thread of libzmq answers heartbeats, so a node with a busy loop
 does not look dead.
@@ -434,7 +435,7 @@ class ZmqTransport(Transport):
     def curve_of(self, server_key: bytes | None) -> dict[int, int | bytes]:
         """Return the socket options that encrypt a link to the owner of this server key.
 
-        Without encryption, the key is None and no options are returned.
+        If links are not encrypted, `server_key` is None and no options are returned.
         """
         if self._keys is None or server_key is None:
             return {}

@@ -5,12 +5,12 @@ files (format 4):
 
 * `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
   2, 3, ... without a gap), `body` and `hash`. `body` is a JSON object: `kind`, `at` in Unix
-  seconds, and the fields of the record class of this kind below. `hash` is BLAKE3 of seq as 8
-  bytes, little-endian, followed by body. `kind` and `at` are columns too. `PRAGMA user_version` is
-  the format.
-* `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. Because
-  the number is outside the database, missing rows are noticed after damage to the log, and after an
-  older database was copied here.
+  seconds, and the fields of the record. This module defines a record class for each kind. `hash` is
+  BLAKE3 of seq as 8 bytes, little-endian, followed by body. `kind` and `at` are columns too.
+  `PRAGMA user_version` is the format.
+* `ledger.head`: the number of rows on the disk after the last `sync`, in decimal digits. The number
+  is outside the database. So missing rows are noticed if the write-ahead log was damaged, or if an
+  older database was copied into the directory.
 * `groups/NNNNNN.bin`: the accepted groups, appended. Each `accepted` record has the place of its
   group and the hash of its bytes. A file retires once all its groups have ended and no resume can
   void their ends. The newest retired files, up to KEPT_BYTES in all, are kept for people to read;
@@ -20,9 +20,9 @@ files (format 4):
 
 Other programs can read the table, or the JSON lines of `echo-rl ledger RUN`.
 
-Files are removed from the run's directory to keep it within a bound. A `removed` record names these
-files, and is synced before they are deleted. If a crash prevents the deletion, the next resume
-deletes the files.
+Files are removed from the run's directory to keep the directory within a bound. A `removed` record
+names these files, and is synced before the files are deleted. If a crash prevents the deletion, the
+next resume deletes the files.
 
 Reading rule. A lineage record with fork_step f voids the trained records of older lineages with
 step > f. These steps were abandoned. The remaining records are the surviving line. On this line
@@ -155,7 +155,7 @@ class Trained(Record, tag="trained"):
     trimmed: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
     """For each group whose stale tokens were masked: the numbers of tokens that were trained.
 
-    A group has one number for each remaining version.
+    A group has one number for each version that sampled a trained token.
     """
 
 
@@ -228,8 +228,8 @@ class RolledBack(Record, tag="rollback"):
 class Diverged(Record, tag="diverged"):
     """The policy or the weights have diverged.
 
-    This ends the run, and its workers are told to leave. A checkpoint may follow. A run that goes
-    on has the record of a new lineage after this one.
+    The divergence ends the run, and the learner tells the workers to leave. The record of a
+    checkpoint may follow. If the run is resumed, the record of a new lineage follows.
     """
 
     step: int
@@ -449,9 +449,10 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def delete_again(self, paths: Iterable[str]) -> None:
-        """Delete the group files among `paths`, except files with loaded or held groups.
+        """Delete the group files among `paths`, except files with needed groups.
 
-        `paths` come from `removed` records. A crash may have prevented the deletion.
+        A group is needed if `load` or `hold` was called for it. `paths` come from `removed`
+        records. A crash may have prevented the deletion.
         """
 
     @abstractmethod
@@ -722,7 +723,7 @@ class Ledger(LedgerQueue):
                 self._delete(path)
 
     def delete_again(self, paths: Iterable[str]) -> None:
-        """Delete the group files among `paths`, except files with loaded or held groups."""
+        """Delete the group files among `paths`, except files with needed groups."""
         with self._write_lock, _named(self.run_dir):
             there = {f"{GROUPS}/{path.name}" for path in self._group_files()}
             for path in there.intersection(paths):
@@ -1069,8 +1070,8 @@ def read_state(records: Iterable[AnyRecord], *, lineage: int, step: int) -> Ledg
     first. Records of steps that were trained after the checkpoint are void.
 
     Raises:
-        StorageError: if a later lineage has abandoned the checkpoint, or records of steps before it
-            are missing.
+        StorageError: if a later lineage has abandoned the checkpoint, or if records of steps before
+            the checkpoint are missing.
     """
     state = LedgerState()
     lineages: list[Lineage] = []

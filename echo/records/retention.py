@@ -1,11 +1,11 @@
 """Choice of the files to remove if a run's directory exceeds a bound.
 
-The first choice are files that no resume needs: retired group files and images of older versions.
-The next choice are the oldest checkpoints, each with the group files that only a resume from this
-checkpoint needs. The newest and the best checkpoint must stay, even if the directory then exceeds
-the bound. A group file must stay, too, if a resume from a checkpoint newer than all removed
-checkpoints needs this file. Other files (ledger, metrics, logs, exported weights) count towards the
-bound and are never removed.
+Files that no resume needs are removed first: retired group files and images of older versions. The
+oldest checkpoints are removed next. When a checkpoint is removed, the group files that only a
+resume from this checkpoint needs are removed, too. The newest and the best checkpoint must stay,
+even if the directory then exceeds the bound. A group file must stay, too, if a resume from a
+checkpoint that is newer than every removed checkpoint needs the file. Other files (ledger, metrics,
+logs, exported weights) count towards the bound and are never removed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _removable(held: Holdings) -> Iterator[str]:
 def _freed(groups: dict[str, float], steps: set[int]) -> Iterator[str]:
     """Yield the group files that no resume from a checkpoint of `steps` needs.
 
-    Remove these files from `groups`. If there is no checkpoint, a resume begins at step 0.
+    Remove these files from `groups`. If `steps` is empty, a resume begins at step 0.
     """
     oldest_step = min(steps, default=0)
     for path in [path for path, step in groups.items() if step <= oldest_step]:

@@ -96,8 +96,8 @@ def find_run(text: str) -> Target:
     """Return the run that a command-line argument names.
 
     `text` is the directory of the run, the path of a file with a viewer's key, or the key itself.
-    If `text` is a directory, a learner on this machine is tried first, then the address that the
-    learner has advertised.
+    If `text` is a directory, two addresses are tried: first the learner's address on this machine,
+    then the address that the learner has advertised.
 
     Raises:
         ConfigError: if `text` is none of these, or if the key is malformed.

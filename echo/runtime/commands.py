@@ -32,7 +32,7 @@ async def run_shell(
 
     Args:
         command: the shell command.
-        environment: variables that are added to the environment of this process.
+        environment: variables that the command gets in addition to the caller's environment.
         timeout_s: the time limit, seconds.
     """
     outcome = f"did not end within {timeout_s:g} s and was killed"

@@ -12,10 +12,10 @@ Faults and their effects:
 
 * **Killed while chunks are written** (kill -9, out of memory): the kernel keeps the written pages.
   The next process finds the image and its manifest, and `verify_held` determines which chunks are
-  whole. Files are deliberately not synced to the disk. After a power failure a lost or torn page
-  fails its hash and is fetched again. A torn manifest fails its signature. An image gets its name
-  only after its whole file is allocated. The next process removes unfinished files, and images
-  without a manifest.
+  whole. Files are deliberately not synced to the disk. After a power failure, a chunk with a lost
+  or torn page does not match its hash, and is fetched again. A torn manifest does not match its
+  signature. An image gets its name only after its whole file is allocated. The next process removes
+  unfinished files, and images without a manifest.
 * **Killed while a version is written in place**: the image gets the new version's name before the
   first word changes. The new version has no manifest yet. So the next process drops the image, and
   fetches a whole image.
@@ -30,14 +30,16 @@ Faults and their effects:
 * **Slow disk**: a write into the mapping goes to the page cache, and the kernel writes the cache
   back in the background. When more than vm.dirty_ratio (20 % of memory) is dirty, the kernel makes
   the writer wait in a page fault. So chunks are written in threads (`write`, without the GIL). The
-  parent gets credit for a chunk only after the chunk is written (`echo/weights/receiver.py`). So a
-  slow disk slows down only the transfer. If the transfer is too slow, point store_dir to a tmpfs
-  such as /dev/shm/echo, or raise vm.dirty_ratio. A tmpfs survives the process, but not the machine.
-  One thread writes manifests and removes files, in order. The event loop itself preallocates and
-  renames an image's file. This happens once per version and usually takes milliseconds. A disk that
-  fails to read a page back kills the process (SIGBUS), as for any mapped file.
+  node lets its parent send more chunks only after the received chunks are written
+  (`echo/weights/receiver.py`). So a slow disk slows down only the transfer. If the transfer is too
+  slow, point store_dir to a tmpfs such as /dev/shm/echo, or raise vm.dirty_ratio. A tmpfs survives
+  the process, but not the machine. One thread writes manifests and removes files, in order. The
+  event loop itself preallocates and renames an image's file. This happens once per version and
+  usually takes milliseconds. A disk that fails to read a page back kills the process (SIGBUS), as
+  for any mapped file.
 * **Shared by mistake**: the second process gets StorageError with the pid of the first.
-* **Other runs**: their versions are removed in `recover`. Files with other names are not touched.
+* **Other runs**: their versions are removed in `recover`. Files that do not have the names above
+  are not touched.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ to run.
 def held_chunks(manifest: Manifest, storage: memoryview) -> bytearray:
     """Return one byte per chunk: 1 if the chunk matches its hash, else 0.
 
-    `storage` must have the image size that the manifest states. Bytes of a file that were never
-    written read as zeros.
+    `storage` must have the image size that the manifest states. Bytes that were never written to
+    the file read as zeros.
     """
 
     def is_held(index: int) -> bool:
@@ -274,7 +276,8 @@ class MemoryStore(VersionStore):
     def drop(self, version: PolicyVersion) -> None:
         """Drop a version; do nothing if it is not stored.
 
-        Views of its memory stay valid, also those in frames that libzmq has not sent yet.
+        Views of the version's memory stay valid. This includes views in frames that libzmq has not
+        sent yet.
         """
         pages = self._live.pop(version, None)
         if pages is None:
@@ -498,9 +501,9 @@ class DiskStore(MemoryStore):
     def recover(self, run_id: str) -> list[Saved]:
         """Return the versions of this run that an earlier process stored, newest first.
 
-        Call this method in a thread, because it may take long, and before the first `create`. The
-        other files of the earlier process are removed. If this process has stored versions of
-        another run, they are dropped.
+        Call this method before the first `create`. Call it in a thread, because it may take long.
+        All other files that an earlier process left are removed. If this process has stored
+        versions of another run, these versions are dropped.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -596,7 +599,8 @@ class DiskStore(MemoryStore):
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Rename a dropped version's file for reuse, and remove its manifest.
 
-        Pages in memory are released instead, because the next version may fit on disk.
+        If the version has no file, its pages in memory are released, because the next version may
+        fit on disk.
         """
         if pages.path is None:
             return False

@@ -1,9 +1,9 @@
 """Multi-turn rollouts: the engine samples turns, and the environment replies.
 
 Sampled tokens are kept as they are. Their text is never encoded again. Each reply of the
-environment is encoded once and appended. The next turn continues all these tokens. A rollout's mask
-is True for sampled tokens only, and only they have log-probabilities. `max_completion_tokens`
-bounds all tokens of an episode, including the environment's.
+environment is encoded once and appended. The next turn is sampled after all these tokens. A
+rollout's mask is True for sampled tokens only, and only sampled tokens have log-probabilities.
+`max_completion_tokens` bounds all tokens of an episode, including the environment's.
 
 Episodes that are played together advance turn by turn. The engine samples the turn of all running
 episodes in one call. Then the environment replies to several episodes concurrently. The finish
@@ -16,8 +16,8 @@ reason of an episode is
 An episode that ends at a limit is counted and gets a reward like any other episode.
 
 If the environment fails, or a log-probability is not finite, the episode's whole group fails and is
-not trained on. If only the environment's process was lost (`reward_lost`), the group is played
-again, at most MAX_RETRIES times. Another episode in the same process may have caused the loss.
+not trained on. If only the environment's process was lost (`reward_lost`), another episode in the
+same process may have caused the loss. So the group is played again, at most MAX_RETRIES times.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class EpisodeRunner:
         """Play groups to the end. Return each group's rollouts, or its error.
 
         `sampling.max_completion_tokens` bounds a whole episode. The watcher receives counts of
-        tokens and replies. If the watcher stops the call, unfinished groups are dropped. If the
-        environment's process was lost, the group is played again. If `version` is given, this
+        tokens and replies. If the watcher stops the call, unfinished groups are dropped. If a
+        group's environment lost its process, the group is played again. If `version` is given, this
         version samples all turns.
 
         Raises:
@@ -401,8 +401,8 @@ MAX_AUTO_PROCESSES = 4
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
     """Return the setting `CODE`: hash and path of each module of the task's code.
 
-    Workers compare these hashes with their own code. If only the learner runs the code, the result
-    is empty.
+    Workers compare these hashes with the hashes of their own code. If only the learner runs the
+    code, the result is empty.
     """
     if reward.where == "learner":
         return {}  # only the learner runs the code

@@ -177,7 +177,7 @@ def load_or_create(path: Path, num_bytes: int) -> bytes:
     Only the file's owner may read the file.
 
     Raises:
-        StorageError: if the file cannot be read or written, or has another length.
+        StorageError: if the file cannot be read or written, or does not have `num_bytes` bytes.
     """
     try:
         if not path.exists():
@@ -220,7 +220,8 @@ class JoinSource:
         the join string itself, or the path of a file that contains it.
 
         Raises:
-            ConfigError: if the file cannot be read, or a text is not a join string.
+            ConfigError: if the file cannot be read, or if the text that is found is not a join
+                string.
         """
         for address in filter(has_secret, self.connect):
             return Join.parse(address, source=f"{self.role}.connect")

@@ -259,7 +259,10 @@ class Node:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the node has ended, so that the results of its threads are not needed."""
+        """Whether the node has ended.
+
+        If it has, the results of its threads are no longer needed.
+        """
         return self._stopped is not None and self._stopped.done()
 
     def stop(self, reason: str, error: BaseException | None = None) -> None:
@@ -447,7 +450,7 @@ class Node:
             self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
-        """Check `is_done` every 50 ms; return True when it succeeds, or False after `within_s`.
+        """Call `is_done` every 50 ms. Return True once `is_done` does, or False after `within_s`.
 
         Used at the end of a node, to wait for conditions in the role's state.
         """
@@ -546,7 +549,7 @@ If a quarter of the limit of open files is lower, this quarter is used.
 FIRST_WINDOW_CHUNKS = 4
 """Number of chunks that a child requests ahead until the rate of its link is measured.
 
-With several chunks, requests and chunks overlap.
+With several chunks, the next chunk is already requested while a chunk is sent.
 """
 MAX_FIRST_WINDOW_BYTES = 2 << 20
 """Largest number of bytes that a child requests ahead until the rate of its link is measured.

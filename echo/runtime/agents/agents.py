@@ -316,7 +316,7 @@ class Agents:
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return a context's tokens, the earlier call that it continues, and the context's text.
+        """Return a context's tokens, the call that the context continues, and the context's text.
 
         The call is None if the context continues no earlier call. Runs in a thread.
         """
@@ -376,7 +376,8 @@ class Agents:
 def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
     """Return how many characters of an answer the agent does not see.
 
-    These are the stop string that ended the answer, and the text after it.
+    The hidden characters are the stop string that ended the answer, and the text after the stop
+    string.
     """
     if sampling.stop is None or completion.finish_reason != "stop":
         return 0

@@ -63,7 +63,8 @@ class CallSampler:
     async def run(self) -> None:
         """Sample waiting requests until cancelled.
 
-        A batch has the oldest waiting request, and all others with the same settings.
+        Each batch has the oldest waiting request, and all other waiting requests with the same
+        settings.
         """
         waiting: list[_Waiting] = []
         while True:

@@ -12,10 +12,10 @@
 Every request except /health needs `Authorization: Bearer TOKEN`. OpenAI's clients make this header
 from their API key. The token is checked before a body is read. A connection is closed if it does
 not send the token within TOKEN_S. At most MAX_UNKNOWN connections may be open without a token. If
-there are more, the oldest of them is closed.
+more such connections are open, the oldest is closed.
 
-With `stream`, the whole answer is sampled first. Then it is sent as the events that OpenAI's
-clients expect.
+With `stream`, the whole answer is sampled first. Then the answer is sent as the events that
+OpenAI's clients expect.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class Episodes:
 
         Args:
             group_size: number of episodes per lease.
-            timeout_s: seconds after which an episode is freed if its agent makes no request. A
-                lease without a session is given up after twice this time.
+            timeout_s: an episode is freed if its agent makes no request for this number of seconds.
+                A lease without a session is given up after twice this time.
         """
         self._group_size = group_size
         self._timeout_s = timeout_s
@@ -195,7 +195,7 @@ class Episodes:
         """End a session, and free its episode for another attempt.
 
         If the episode has had MAX_EPISODE_ATTEMPTS attempts, give up the whole lease and return
-        False.
+        False. Otherwise return True.
         """
         entry = self._close(session)
         self._num_abandoned_tokens += num_sampled_of(session.turns)
@@ -272,7 +272,8 @@ def group_of(
         worker_id: the worker's id.
         outcomes: the results of all episodes.
         max_tokens: largest number of tokens in a rollout, summed over its chains, prompt included.
-            Chains above this number are left out, but at least one chain is kept.
+            If the chains have more tokens, the chains with the fewest sampled tokens are left out.
+            At least one chain is kept.
 
     Returns:
         The group, and its number of chains.

@@ -4,9 +4,9 @@ A call continues an earlier call's chain if its context begins with that call's 
 completion. Any other call begins a chain, for example after the agent has rewritten its history.
 All chains of a session are one rollout, whose tokens form a tree (core/chains.py).
 
-If the tree already has the beginning of a context, the tree's tokens are shared. The tokens that a
-call samples are always added, even if another call sampled the same tokens at the same place. So
-each sampled token is trained exactly once.
+If the tree already has the first tokens of a context, these tokens are not added again. The tokens
+that a call samples are always added, even if another call sampled the same tokens at the same
+place. So each sampled token is trained exactly once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Turn:
     num_hidden: int = 0
     """Number of characters at the end of `text` that the agent does not see.
 
-    They are the stop string that ended the completion, and any text after it.
+    The hidden characters are the stop string that ended the completion, and any text after the stop
+    string.
     """
 
     @property
@@ -92,8 +93,8 @@ class TokenTree:
         self._branches: list[tuple[int, int]] = []
         self._starts: list[int] = []  # of all pieces
         self._begun: dict[tuple[int, int], int] = {}
-        """(place, token) -> start of the first piece that follows this place and begins with this
-        token. The place is -1 for a piece that follows no place.
+        """(place, token) -> place of the first token of the first branch that leaves this place
+        with this token. The place is -1 for a branch at the root.
         """
         self._parts: list[tuple[Completion | None, int]] = []
         """The parts of the tree in order: (completion, number of tokens). For tokens of a context,
@@ -113,7 +114,7 @@ class TokenTree:
     def rollout(self, num_prompt: int, *, reward: float, finish_reason: str) -> Rollout:
         """Return the tree as a rollout.
 
-        Its first `num_prompt` tokens are the group's prompt.
+        The first `num_prompt` tokens of the tree are the group's prompt.
         """
         completions = [(each, number) for each, number in self._parts if each is not None]
         sampled = np.concatenate([each.policy_versions for each, _ in completions])

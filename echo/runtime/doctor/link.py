@@ -5,7 +5,7 @@ learner gives it no place in the broadcast and no lease. At the end the doctor s
 
     Greet -> Greeted      the node that answers
     Probe -> ProbeAck     round-trip time; upload rate, measured with blocks of zeros
-    Hello -> Welcome      the learner's signature, its hashes, settings and time of day
+    Hello -> Welcome      the learner's signature, hashes, settings and time of day
     AssetRequest -> Asset download rate, measured with the largest file that a worker inherits
     Goodbye
 
@@ -296,7 +296,7 @@ def check_skew(skew_s: float, error_s: float) -> Iterator[Finding]:
     """Check that the learner's clock and this machine's clock agree.
 
     Args:
-        skew_s: how far the learner's clock is ahead, seconds.
+        skew_s: how far the learner's clock is ahead of this machine's clock, seconds.
         error_s: the largest error of `skew_s`.
     """
     which = "behind" if skew_s < 0 else "ahead of"

@@ -120,7 +120,7 @@ def check_gpu(build: str | None, gpus: Iterable[str], driver: str | None) -> Ite
     """Compare the GPUs that PyTorch finds with the loaded driver.
 
     Args:
-        build: what PyTorch is built for, such as "CUDA 13.0" or "CPU"; None without PyTorch.
+        build: what PyTorch is built for, such as "CUDA 13.0" or "CPU"; None if PyTorch is missing.
         gpus: the GPUs that PyTorch finds.
         driver: version of the NVIDIA driver; None if no driver is loaded.
     """

@@ -91,8 +91,8 @@ class Alerts:
         """Raise the alerts caused by the metrics of a step.
 
         Returns:
-            None if training may continue. If the run has diverged and alerts.on_divergence is not
-            "alert", the error that ends training.
+            The error that ends training, if the run has diverged and alerts.on_divergence is not
+            "alert". Otherwise None, and training may continue.
         """
         found = self._rules.stepped(self._role.step, row, now=self._clock())
         self._raise(found)

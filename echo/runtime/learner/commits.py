@@ -1,8 +1,8 @@
 """Commit before send: messages wait until the records of their batch are in the ledger.
 
 If a batch of actions appends records to the ledger, the other actions of the batch are held until
-these records are committed. A commit runs in the disk's thread, and includes all records appended
-before it.
+these records are committed. A commit runs in the disk's thread. It includes all records that were
+appended before the commit began.
 """
 
 from __future__ import annotations

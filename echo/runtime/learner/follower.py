@@ -166,7 +166,7 @@ class Reporter:
         """Return metrics of unfinished rollouts; empty until a rollout is interrupted or continued.
 
         * partials/waiting: number of groups that wait to be continued.
-        * partials/mean_age: mean age of the oldest token of a continued group, steps.
+        * partials/mean_age: age of the oldest token of a group, steps; mean over continued groups.
         * partials/wasted_ratio: share of sampled tokens that are not trained on.
         """
         role = self._role

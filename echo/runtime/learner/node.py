@@ -8,9 +8,9 @@ The training loop awaits only three things: a full batch of admissible groups, i
 and sometimes a checkpoint. Sending a version never delays the loop: nodes fetch the versions that
 they need.
 
-A resume relies on this order. The records of a batch of actions are committed before its messages
-are sent. Groups are synced to the disk before they are acknowledged. The record of a step is
-committed before its weights are published. The ledger is synced before a checkpoint becomes
+A resume relies on the following order. The records of a batch of actions are committed before its
+messages are sent. Groups are synced to the disk before they are acknowledged. The record of a step
+is committed before its weights are published. The ledger is synced before a checkpoint becomes
 visible. All of this is written in threads.
 
 The node and its parts report their results to the role as events (table in `roles/learner.py`). The

@@ -55,7 +55,7 @@ _ADVICE = {
 }
 """For each reason why a group is left out of training: a remedy.
 
-For equal rewards, the remedy depends on the rewards (`describe_zero_signal`).
+If all rewards of a group are equal, `describe_zero_signal` chooses a remedy by the rewards.
 """
 
 
@@ -661,8 +661,8 @@ def largest(values: Mapping[str, float]) -> dict[str, float]:
 class LinkTraffic:
     """Weight bytes that each node receives from its parent in a step.
 
-    The bytes that a node received in a step count for its parent at the end of the step. For a node
-    without a parent, they count for its last parent.
+    The bytes that a node received in a step count for the parent that the node has at the end of
+    the step. If the node has no parent then, the bytes count for its last parent.
     """
 
     def __init__(self, *, is_resumed: bool) -> None:
@@ -727,8 +727,8 @@ AGENT_COUNTS = (
 )
 """Names of counts that cover finished sessions.
 
-They are all sampled tokens, the tokens delivered for training, the tokens of sessions that were
-given up, the delivered episodes, and the chains of these episodes.
+The counts are, in order: all sampled tokens, the tokens delivered for training, the tokens of
+sessions that were given up, the delivered episodes, and the chains of these episodes.
 """
 TRAINED_SHARE = "agents/trained_share"
 ABANDONED_SHARE = "agents/abandoned_share"

@@ -479,8 +479,8 @@ def with_checkpointing(
 ) -> Config:
     """Choose a value for `gradient_checkpointing = "auto"`, and return the configuration.
 
-    Checkpointing is off for a model with unknown dimensions. All processes use the strongest
-    setting that any process needs.
+    Checkpointing is off for a model with unknown dimensions. If the processes of the learner need
+    different settings, all use the one that saves the most memory.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config
@@ -1196,14 +1196,14 @@ def evaluation_engine(
 ) -> TransformersEngine:
     """Return the engine that samples held-out prompts.
 
-    A single process holds a second model for evaluation, on the device of the trainer. The model
-    has the published type on a GPU, and the trainer's type on a CPU. Rollouts take only the memory
-    that the budget leaves for evaluation.
+    A single process holds a second model for evaluation, on the device of the trainer. The second
+    model has the published data type on a GPU, and the trainer's data type on a CPU. Rollouts take
+    only the memory that the budget leaves for evaluation.
 
     With several ranks, an evaluation on rank 0's GPU would make all ranks wait, and the model may
-    be too large for this GPU. So rank 0 samples on its CPU, in the published type. This model uses
-    the memory of the version's image, without a copy (engine/hf). The memory budget
-    (config/memory/) accounts for each case.
+    be too large for this GPU. So rank 0 samples on its CPU, in the published data type. Its
+    evaluation model uses the memory of the version's image, without a copy (engine/hf). The memory
+    budget (config/memory/) accounts for each case.
     """
     learner = config.learner
     device, num_threads = pick_device(learner.device), 0

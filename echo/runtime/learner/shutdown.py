@@ -2,8 +2,8 @@
 
 A node that has lost its connection redials with increasing pauses. If the learner ended meanwhile,
 the node would end with an error. So the learner stays until each recently connected node has left,
-or has had the time to come back. A resumed learner also gives this time to the nodes of the former
-process.
+or has had the time to come back. A resumed learner also gives this time to nodes that were
+connected to the former learner process.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RunShutdown:
     async def announce(self, reason: str) -> None:
         """Announce the end of the run to every node. Return when all nodes have left.
 
-        The message contains `reason`. A disconnected node gets the message when it comes back.
-        Workers leave first, then relays.
+        The method waits only for a limited time. The message contains `reason`. A disconnected node
+        gets the message when it comes back. Workers leave first, then relays.
         """
         self._report(RunEnded(reason))
         # Each heartbeat and each Hello is answered with Finish. Workers may need the relays for it.

@@ -78,8 +78,8 @@ class DeliveredGroups:
         self._spawn, self._wake, self._clock = spawn, wake, clock
         self._unsynced: list[Group] = []
         self.num_scoring = self.num_storing = 0
-        """Number of groups that are being scored here, and number that are being written to the
-        disk.
+        """Number of groups that the learner is scoring, and number of groups that are being written
+        to the disk.
         """
         self._store_wanted, self._has_stored_all = asyncio.Event(), asyncio.Event()
 
@@ -187,7 +187,7 @@ class DeliveredGroups:
             self._count_failed(record.reason, cause)
 
     def evict(self) -> bool:
-        """End buffered groups that are too old. Return whether there were any."""
+        """End buffered groups that are too old. Return whether a group was ended."""
         step, num_before = self._role.step, self._buffer.num_too_old_tokens
         evicted = self._buffer.evict(step=step)
         num_too_old = self._buffer.num_too_old_tokens - num_before

@@ -40,8 +40,8 @@ from echo.tasks.tokenization import UNUSABLE, TextCodec, unmarked
 from echo.wire.messages import Lease
 
 MIN_KEPT = 4096
-"""At least this many prompts are kept in memory, because a result is checked with its group's
-prompt.
+"""At least this many prompts are kept in memory. When a worker delivers a group, the group's prompt
+is needed to check the group.
 """
 NUM_AHEAD = 64
 """Number of prompts that are made ahead of the last requested prompt."""
@@ -96,8 +96,8 @@ class PromptSource:
         self._num_examples = self._count("train")
         self._hides_answers = hides_answers
         self.longest = 0
-        """Tokens of the longest prompt that `examine` and `check` have encoded; 0 before their
-        calls.
+        """Number of tokens of the longest prompt that `examine` or `check` has encoded; 0 before
+        the first call.
         """
         self._host = InlineHost(task, Limits(score_s=timeout_s, step_s=timeout_s))
         # Two epochs: at the end of one, groups of both are running.
@@ -139,11 +139,11 @@ class PromptSource:
             )
 
     def examine(self, max_prompt_tokens: int, remedy: str) -> None:
-        """Check every row of the dataset; a prompt may have at most `max_prompt_tokens`.
+        """Check every row of the dataset; a prompt may have at most `max_prompt_tokens` tokens.
 
         The task decides whether a faulty row is refused or left out. The message about a row that
-        is too long ends with `remedy`. To save time, only rows with many bytes are tokenized, and
-        the largest of the other rows.
+        is too long ends with `remedy`. To save time, only two kinds of rows are tokenized: rows
+        with many bytes, and the largest of the other rows.
 
         Raises:
             DataError: if a row is refused. The message names the row.
@@ -433,7 +433,7 @@ class PromptsAhead:
     async def make(self, pool: Pool) -> bool:
         """Make the next prompt. Return whether `lease` had asked for this prompt.
 
-        If enough prompts are ready, the call first waits.
+        If enough prompts are ready, the call first waits until another prompt is needed.
         """
         while not self._wanted and self._next >= self._end:
             self._has_work.clear()

@@ -1,8 +1,9 @@
 """Compute rewards on the learner, so that workers do not need the answers.
 
 If reward.where is "learner", a worker delivers its rollouts with rewards of 0. The learner decodes
-and scores each completion in a thread, with the example that the learner has kept. Then it writes
-the group to the ledger. If scoring fails, the group ends with the same reason as on a worker.
+and scores each completion in a thread, with the example that the learner has kept. Then the learner
+writes the group to the ledger. If scoring fails, the group ends with the reason that it would get
+if a worker's scoring failed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Stalls: explain why the learner waits long or workers are idle.
 
 The learner observes its fleet when its own activity changes. Then it observes the fleet again after
-FIRST_LOOK_S, and at pauses that double up to LOOK_S, because the workers' states change soon after
-a new version or a new batch. A pause that is too long would count a short state, such as the
-fetching of a version, for the whole pause.
+FIRST_LOOK_S, and later with pauses that double up to LOOK_S, because the workers' states change
+soon after a new version or a new batch. If a pause were too long, a short state, such as the
+fetching of a version, would count for the whole pause.
 
-The times between observations are added up for each step (`echo/fleet/explain.py`). These times are
-explained:
+The times between observations are added up for each step (`echo/fleet/explain.py`). An explanation
+is made
 
     during a wait    once the wait is longer than usual
     after a step     if the step's wait was longer than usual; if the last NUM_STEPS steps waited
@@ -15,9 +15,9 @@ explained:
 
 A wait is longer than usual if it exceeds each of three limits: USUAL_FACTOR times the median of the
 last waits, LONG_SHARE of a usual step's duration, and MIN_WAIT_S. The explanation is logged when
-its cause changes, but at most once in LOG_S. A step's row of metrics has the explanation and the
-waited seconds by stage. During a wait the explanation is written as a separate row. So the files of
-a crashed run show the cause of its last wait.
+its cause changes, but at most once in LOG_S. A step's row of metrics has the explanation, and the
+seconds that the learner waited for each stage of the workers' groups. During a wait the explanation
+is written as a separate row. So the files of a crashed run show the cause of its last wait.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ In these steps nodes still join and build their engines.
 WARM_UP_STEPS = 2
 USUAL_FACTOR = 2.0
 LONG_SHARE = 0.25
-"""A wait is long if it takes at least this share of the duration of a usual step. The waits in the
-last steps are long if they exceed this share of these steps' time.
+"""A wait is long if it takes at least this share of the duration of a usual step. The last
+NUM_STEPS steps have waited long if their waits take more than this share of their total time.
 """
 SHORT_SHARE = 0.1
 """The learner hardly waits if its waits take less than this share of the last steps' time."""

@@ -230,10 +230,11 @@ class Activation:
         """Return each worker's rate, tokens per second; empty if no worker has a measured rate.
 
         * A worker with enough reports has a measured rate.
-        * An untried worker, active for less than a dwell, gets the mean of the measured rates.
+        * An untried worker (without a measured rate, and active for less than a dwell) gets the
+          mean of the measured rates.
         * For any other worker with a report, the rate is estimated from its reports.
-        * A worker without a report gets the mean, but at most MIN_REPORTS groups in its loaded
-          time.
+        * Any other worker gets the mean of the measured rates, but at most the rate of MIN_REPORTS
+          groups in its loaded time.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}

@@ -116,7 +116,9 @@ class CostControl:
         return self.activation.measure(self._role, now=now)
 
     def review(self, *, now: float) -> Question | None:
-        """Update the costs if METER_S has passed. Return a question if one is due, else None.
+        """Update the costs if METER_S has passed since the last update. Return a question, or None.
+
+        If no question is due, the result is None.
 
         The question asks which workers shall be active. It must be answered in a thread.
         """
@@ -130,7 +132,7 @@ class CostControl:
         return self.activation.question(self._role, self._pace, waiting_s=waiting_s, now=now)
 
     def decide(self, question: Question, answer: ReviewAnswer, *, now: float) -> list[Action]:
-        """Record the answer to a question of `review`, and return the actions for it.
+        """Record the answer to a question that `review` returned. Return the resulting actions.
 
         If the run has ended, there are no actions.
         """

@@ -41,11 +41,11 @@ class MeasuredWorker:
     free_at: float = 0.0
     """Time from which the worker could fetch the next version.
 
-    This is the latest of three times: when the worker joined, became active, and installed its last
-    version.
+    This is the latest of three times: when the worker joined, when it became active, and when it
+    installed its last version.
     """
     took_s: float | None = None
-    """Seconds that the last installation took after the publication, or after `free_at` if that was
+    """Seconds until the last installation ended, from the publication or `free_at`, whichever was
     later.
 
     After a change of the active workers, the value is None until the next installation.
@@ -70,8 +70,8 @@ class Measurements:
         published.
         """
         self.shown_bytes_per_s = 0.0
-        """Highest rate, bytes per second, at which a version was sent: its bytes divided by the
-        time until the first worker had installed it.
+        """Highest rate, bytes per second, at which a version was sent: the version's bytes divided
+        by the time until the first worker had installed the version.
         """
 
     def update(self, role: Learner, *, now: float) -> list[Member]:
@@ -133,9 +133,9 @@ class Measurements:
     def links(self, role: Learner, members: Collection[Member]) -> Links:
         """Return the learner's links, which forecast the broadcast to any set of workers.
 
-        The plan does not include every link. So a forecast is the planned time plus the longest
-        measured delay of any worker in the set. A worker's measurements are kept while the worker
-        is on standby.
+        The planner of the broadcast does not know every link. So a forecast is the planner's time
+        plus the longest measured delay of any worker in the set. A worker's measurements are kept
+        while the worker is on standby.
         """
         relays = role.roster.members("relay")
         ahead = [relay.node_id for relay in relays]

@@ -1,9 +1,9 @@
 """Cost meter: the cost of a run's machines and traffic, in total and per hour.
 
-A machine counts from its first Hello until a Goodbye reports that the machine was given back. A
-worker on standby counts, because its machine is billed. If a worker falls silent, or leaves without
-giving its machine back, the learner cannot know whether the machine is still billed. So the machine
-counts for another LOST_COUNTS_FOR_S. If the worker comes back during this time, its machine
+A machine counts from the first Hello of its node until a Goodbye reports that the machine was given
+back. A worker on standby counts, because its machine is billed. If a worker falls silent, or leaves
+without giving its machine back, the learner cannot know whether the machine is still billed. So the
+machine counts for another LOST_COUNTS_FOR_S. If the worker comes back during this time, its machine
 continues to count.
 
 Traffic is counted from the bytes that nodes report: weights in and out, and rollouts out. The

@@ -8,9 +8,10 @@ divided by these loaded seconds.
 A worker may report its tokens only once per group. So the time since the last report is ignored
 until it exceeds the longest time between two reports.
 
-The estimate is exact at full load. Below full load the estimate is too low if the engine gains by
-batching. So `fleet/activation.py` decides again after each worker that is put on standby: the other
-workers' load then rises, and their estimates become exact.
+The estimate is exact at full load. Below full load the estimate is too low if larger batches make
+the engine faster. When a worker is put on standby, the load of the other workers rises, and their
+estimates become exact. So `fleet/activation.py` decides again after each worker that is put on
+standby.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Checkpoints:
         self.removed_step = -1
         """Step of the newest checkpoint that was removed to limit disk use; -1 before a removal.
 
-        Groups are not kept for older checkpoints, such as the best.
+        For checkpoints before this step, such as the best checkpoint, no groups are kept.
         """
         self._scores: dict[int, float | None] = {}
         """Held-out scores of steps that may have a checkpoint, without the best score so far.

@@ -9,7 +9,8 @@ granted again. All later checkpoints are deleted, because their steps do not bel
 lineage. Files that were recorded as removed before the crash are deleted, too.
 
 Damaged files are not used. If a checkpoint is damaged, the checkpoint before it is used, and the
-steps between the two are made again. A damaged group ends as "lost", and another group is granted.
+steps between the two checkpoints are made again. A damaged group ends as "lost", and another group
+is granted.
 """
 
 from __future__ import annotations
@@ -232,8 +233,8 @@ class SavedRun:
     def _delete_again(self, start: StartingPoint) -> None:
         """Delete files that the last lineage has recorded as removed, if they still exist.
 
-        If the run starts from one of these checkpoints, because newer ones are damaged, this
-        checkpoint stays.
+        If newer checkpoints are damaged, the run may start from a checkpoint that was recorded as
+        removed. Such a checkpoint stays.
         """
         self.ledger.delete_again(start.removed)
         for path in start.removed:
@@ -297,7 +298,7 @@ def finished_step(run_dir: Path) -> int | None:
 
 
 def find_divergence(run_dir: Path) -> DivergedError | None:
-    """Return the error of a run that ended because it diverged; None if it did not end so.
+    """Return the error of a run that ended because it diverged; None for any other run.
 
     The run also counts as not ended if the user has made `latest` name an earlier checkpoint.
 

@@ -46,8 +46,8 @@ class Rollback:
     def find(self, error: EchoError, *, step: int) -> RolledBack | None:
         """Return the record of a rollback at `step` if `error` requires a rollback, else None.
 
-        If the run has diverged and ends, this is recorded. If it cannot be rolled back, the reason
-        is logged. The method reads the disk, so call it in a thread.
+        If the run has diverged and ends, the divergence is recorded. If the run cannot be rolled
+        back, the reason is logged. The method reads the disk, so call it in a thread.
         """
         if not self.is_divergence(error):
             return None

@@ -87,7 +87,9 @@ class Publication:
     manifest: Manifest
     """The manifest, without chunk hashes until the version is sealed."""
     memory: bytearray | memoryview
-    """The image, valid once `ready` is done. It is not overwritten while referenced."""
+    """The image, valid once `ready` is done. The image is not overwritten while something refers to
+    it.
+    """
     ready: Future[CodedDelta | None] | None = None
     """Future that is done when the image is complete. Its result is the delta, or None.
 
@@ -320,7 +322,7 @@ class Coder:
 
         While the caller handles a segment, the next segment is encoded. If the version is sealed, a
         segment has the hashes of the resulting image chunks. Otherwise the segment has hashes of
-        the base's words before the change.
+        the words of `base` that the segment replaces.
         """
         block_bytes = block_bytes_of(publication.manifest.chunk_bytes)
         per_segment = max(1, SEGMENT_BYTES // block_bytes)
@@ -540,8 +542,8 @@ class VersionEncoder:
     async def _send(self, publication: Publication, base: Transfer | None) -> int:
         """Encode a version in one form, and publish its segments. Return the number of bytes.
 
-        The form is a delta against `base`, or a keyframe if `base` is None. If its first segment
-        shows that the form would save nothing, the form is abandoned and the result is 0.
+        The form is a delta against `base`, or a keyframe if `base` is None. If the first segment is
+        hardly smaller than its part of the image, the form is abandoned and the result is 0.
         """
         manifest = publication.manifest
         item = (manifest.version, form_of(None if base is None else base.manifest.version))

@@ -1,6 +1,6 @@
 """Search the weights for NaN after a worker could not sample from them.
 
-If a worker's model returns NaN probabilities, the worker reports this, ends the group and
+If a worker's model returns NaN probabilities, the worker reports the NaN, ends the group and
 continues. The learner then checks the published version for NaN, once per version. The weights of
 every checkpoint are also checked before they are saved. If weights are NaN, no worker can sample
 from them or from later versions. So the weights are not saved and the run ends.
