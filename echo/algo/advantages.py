@@ -28,10 +28,10 @@ def group_advantages(
         A_ng = r_ng - mean_g(r_n)
 
     If normalised, A is divided by std_g(r_n) + 1e-4, with the unbiased standard deviation std. With
-    leave-one-out, the mean is over the other rollouts. This multiplies A by G / (G - 1). If all
-    rewards of a group are equal, A is exactly 0.
+    leave-one-out, the mean is over the other rollouts. Leave-one-out multiplies A by G / (G - 1).
+    If all rewards of a group are equal, A is exactly 0.
 
-    With value_beta b, the baseline is V_n = b ln mean_g exp(r_ng / b) instead of the mean. V is
+    With value_beta b, the baseline is not the mean but V_n = b ln mean_g exp(r_ng / b). V is
     between the mean (b large) and the largest reward (b near 0), and estimates the best value of
     reward - b KL(policy || sampler) on the prompt.
 

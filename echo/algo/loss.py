@@ -2,9 +2,9 @@
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch (the
 normaliser). So the gradient does not depend on the division into micro-batches. A rollout with an
-advantage of 0 counts only in the normaliser. If the loss has no other gradient, such rollouts are
-left out of micro-batches. A loss declares further inputs in `needs`, and the caller provides these
-inputs.
+advantage of 0 counts only in the normaliser. If the gradient of the loss comes only from the
+advantages, such rollouts are left out of micro-batches. A loss declares further inputs in `needs`,
+and the caller provides these inputs.
 
 Every loss corrects staleness by the ratio of learner to sampler. Only `losses.DecoupledPpoLoss`
 takes the ratio to a proximal policy, and so needs an importance weight too.
@@ -41,22 +41,22 @@ class LossNeeds:
     limit of tokens and take more memory.
     """
     group_expectation: bool = False
-    """Whether `LossInputs.log_expectation` is needed. Then groups that have lost a member are left
-    out.
+    """Whether `LossInputs.log_expectation` is needed. If it is, groups that have lost a member are
+    left out.
     """
     batch_scores: bool = False
-    """Whether `LossInputs.batch_scores` is needed. This costs a first pass over the batch without
-    gradient, so passes take a third more time.
+    """Whether `LossInputs.batch_scores` is needed. If it is, a first pass without gradient scores
+    the batch, and the passes of a step take a third more time.
     """
     proximal_logprobs: bool = False
-    """Whether `LossInputs.proximal_logprobs` is needed. If a step makes several updates, this costs
-    an additional pass over the rows of all later updates.
+    """Whether `LossInputs.proximal_logprobs` is needed. If it is, and a step makes several updates,
+    an additional pass scores the rows of all updates after the first.
     """
     entropies: bool = False
     """Whether `LossInputs.entropies` is needed, with gradient."""
     reference_logprobs: bool = False
-    """Whether `LossInputs.reference_logprobs` is needed. This costs a frozen model in memory and a
-    pass through it.
+    """Whether `LossInputs.reference_logprobs` is needed. If it is, a frozen model is kept in
+    memory, and each micro-batch also goes through this model.
     """
     likely_ids: int = 0
     """Number of likely ids per token that `LossInputs.likely` needs; 0 for none. Workers send this

@@ -669,8 +669,9 @@ class M2poLoss:
     """A bound on the second moment of a batch's log-ratios.
 
     Let r be a token's ratio of learner to sampler, and A its advantage. PPO could clip tokens with
-    A > 0 and r > 1, or with A < 0 and r < 1. Of these tokens, the loss masks the tokens with the
-    largest (log r)^2, until the mean over the remaining tokens is at most the bound.
+    A > 0 and r > 1, or with A < 0 and r < 1. These tokens are the candidates. The loss masks the
+    candidates with the largest (log r)^2, until the mean of (log r)^2 over the other candidates is
+    at most the bound.
 
     l_t = -r_t A for the tokens that remain;  loss = sum_t l_t / num_tokens.
 

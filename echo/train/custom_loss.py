@@ -5,8 +5,9 @@ A custom loss is a function of `LossInputs` and keyword options that returns a `
     def my_loss(inputs: LossInputs, *, strength: float = 1.0) -> LossOutput: ...
 
 The function gets whole rollouts. It declares further needs by an attribute: `my_loss.needs =
-LossNeeds(whole_groups=True)` (algo/loss.py). It must divide by the counts of the whole batch, which
-`inputs` contains. Otherwise the gradient would depend on the division into micro-batches.
+LossNeeds(whole_groups=True)` (algo/loss.py). The function must divide by the counts of the whole
+batch, which `inputs` contains. Otherwise the gradient would depend on the division into
+micro-batches.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ Rules
   wrong hashes, or that does not deliver an announced item (`watchdog.py`). On `ParentFailed`,
   `parents.py` chooses another parent. The next Fetch names only the missing chunks.
 * If there is no space for an item, the node retries the item with a backoff (`receiver.py`).
-* A child abandons an item for which the parent sends Gone. A child that leaves a parent forgets the
-  parent's offers.
+* If the parent sends Gone for an item, the child abandons the item. If a child leaves a parent, the
+  child forgets the offers of this parent.
 
 `Broadcast` owns the two halves, `receiver.py` (the child's) and `sender.py` (the parent's). The
 halves share the store and do not call each other. The receiver reports what has changed in the

@@ -4,8 +4,8 @@ A version is one byte image: the bytes of all tensors, one tensor after the othe
 divided into chunks of equal size; the last chunk may be shorter. The manifest lists the tensors and
 the BLAKE3 hash of each chunk. The learner signs the hash of the manifest, the **root**. So a single
 signature covers every byte. A relay verifies each chunk before forwarding, so a damaged chunk stops
-at the first node. If chunks are sent encrypted (`cipher.py`), the manifest also has the hashes of
-the encrypted chunks.
+at the first node. If chunks are sent encrypted (`cipher.py`), the manifest has the hashes of both
+the plain and the encrypted chunks.
 
 A version may also be sent as an **encoded version**: a delta against a version that the receiver
 holds, or a keyframe. An encoded version consists of segments, and the table of each segment is
@@ -13,7 +13,8 @@ signed (`encoded.py`). There are two kinds of table. A table of the first kind h
 decoded image chunks. The last such table contains the manifest. A table of the second kind has the
 hashes of the replaced words of the base. These words and the signed changes determine every decoded
 byte. So the learner can send the delta before it hashes the image. The learner hashes the image
-during training, and then sends the manifest, which is called the version's **seal**.
+during training, and then sends the manifest. A manifest that is sent later than the delta is called
+the **seal** of the version.
 
 Sizes from the network are checked against each other before memory is allocated.
 """

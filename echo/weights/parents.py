@@ -1,17 +1,17 @@
 """The parents of a node: chosen by the plan, replaced on failure, and tried again later.
 
 The plan lists parents in order of preference. A node uses one connection at a time. The node may
-also have an idle **spare** connection to the next parent of the list, already greeted. The spare
-connection takes over at once when the connection in use is lost, does not answer or does not
-deliver. Without a spare connection the node dials the next parent of the list. After the last
-parent, the first parent is next. The node keeps the connection in use until the replacement has
-answered. So a new plan never breaks a transfer.
+also have an idle **spare** connection to the next parent of the list, already greeted. If the
+connection in use is lost, does not answer or does not deliver, the spare connection replaces it at
+once. Without a spare connection the node dials the next parent of the list. After the last parent,
+the first parent is next. The node keeps the connection in use until the replacement has answered.
+So a new plan never breaks a transfer.
 
-While a node does not use its preferred parent, the learner repeats the plan. On a repeated plan the
-node dials the preferred parent again, at the earliest `retry_preferred_s` after the failure. This
-time doubles with each failure. Otherwise a node could alternate endlessly between two parents that
-lack the item. A node that sent chunks with wrong hashes is **quarantined**: it is not dialled for
-QUARANTINE_S. The learner may be dialled at any time.
+While a node does not use its preferred parent, the learner repeats the plan. When the plan is
+repeated, the node dials the preferred parent again. But after a failure, the node first waits for
+`retry_preferred_s`. This wait doubles with each further failure. Otherwise a node could alternate
+endlessly between two parents that lack the item. A node that sent chunks with wrong hashes is
+**quarantined**: it is not dialled for QUARANTINE_S. The learner may be dialled at any time.
 
 If no parent of the plan serves a node, the node uses its **last resort**. First the node dials the
 possible addresses of the learner, and fetches weights only if the learner answers. A plan may lack

@@ -10,10 +10,10 @@ burst of one chunk yields no measurement.
   Waiting.
 * A sender measures its **uplink**, the rate to all children together. The sender adds acknowledged
   bytes, and pauses when no child fetches. The uplink is not the limit while all held chunks have
-  been sent, and while there is only one child. A sample that consists mostly of such time shows
-  only a lower bound of the uplink's rate. Other samples may also be low, because TCP lost time. So
-  the estimate falls only after LOWER_SAMPLES low samples in a row, and then to the highest of these
-  samples. Otherwise the plan would oscillate.
+  been sent, and while there is only one child. If the uplink was not the limit during most of a
+  sample, the sample shows only a lower bound of the uplink's rate. Other samples may also be low,
+  because TCP lost time. So the estimate falls only after LOWER_SAMPLES low samples in a row, and
+  then to the highest of these samples. Otherwise the plan would oscillate.
 * A receiver's **downlink** is usually faster than the measured rate, because the parents are
   slower. `topology/sites.py` decides when the downlink is the limit.
 

@@ -10,7 +10,7 @@ chunks in ascending order, within its credit, as soon as this node holds them.
   for too long: for the time in which it usually takes SILENT_CHUNKS chunks. Some children have less
   than half of the median rate, for example because of a slow disk. After SLOW_AFTER_S, siblings do
   not wait for such a child. The rate of a child excludes the time in which the child waits for a
-  sibling. Otherwise all siblings would seem as slow as the slowest.
+  sibling. Otherwise all siblings would seem as slow as the slowest sibling.
 * **Together.** Chunks that a child receives within TOGETHER_S are sent in one message, each in its
   own frame, because most of the Python time is spent once per message. On a slow link each chunk is
   a message, so that the child can forward each chunk on arrival.

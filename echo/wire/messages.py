@@ -353,7 +353,7 @@ class Refuse(Message, frozen=True):
 class Rehello(Message, frozen=True):
     """Learner to node: requests a Hello, because the learner does not know the node.
 
-    This happens after the learner has restarted.
+    A learner that has restarted sends this message.
     """
 
 

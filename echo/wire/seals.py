@@ -10,10 +10,10 @@ agree on the keys (UNSEALED in `messages.py`). Relays forward seals unchanged.
 and a nonce. Each Welcome has the learner's public key, a nonce, and the hash of the answered Hello.
 The learner signs the Welcome with the key whose fingerprint is in the join string. So the node can
 verify that the learner received the Hello unchanged, and that the public key in the Welcome is the
-learner's. A relay that replaces one of the two keys is detected. Node and learner compute two keys,
-one for each direction, from the shared secret of the key pairs, both nonces and the Hello's hash.
-The messages that these two keys seal form a **channel**. On links without CURVE there is no
-fingerprint, and the node accepts the first learner that answers.
+learner's. A relay that replaces one of the two public keys is detected. Node and learner compute
+two secret keys, one for each direction, from the shared secret of the key pairs, both nonces and
+the Hello's hash. The messages that these two secret keys seal form a **channel**. On links without
+CURVE there is no fingerprint, and the node accepts the first learner that answers.
 
 The learner can verify only that a message comes from the sender of the Hello. Any node of the run
 may send a Hello, so a relay may send a Hello in the name of an absent node. But a relay cannot send

@@ -1,9 +1,10 @@
 """The gradient of an embedding whose weight is also the weight of the LM head.
 
-Autograd makes the gradient of a lookup as large as the whole weight, with zeros in all rows that
-were not looked up, and then adds it to the gradient of the LM head. With a large vocabulary a step
-of a small model on a CPU spends time and memory on that. Here only the rows that were looked up are
-added, in place, to the gradient that the weight already has. The sums are the same, bit for bit.
+For a lookup, autograd makes a gradient as large as the whole weight. All rows that were not looked
+up are zeros. Autograd then adds this gradient to the gradient of the LM head. With a large
+vocabulary, a step of a small model on a CPU spends time and memory on these zeros. This module adds
+only the rows that were looked up, in place, to the gradient that the weight already has. The sums
+are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def add_rows_in_place(model: Any) -> None:
     """Make the backward pass of a model's embedding add rows in place to the weight's gradient.
 
     Nothing changes if the embedding and the LM head have different weights, if the weight is not
-    trained, or if the embedding computes anything besides the lookup.
+    trained, or if the embedding computes more than the lookup.
 
     Args:
         model: a float32 model of transformers on a CPU that is not sharded. A GPU would add the

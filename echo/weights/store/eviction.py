@@ -1,11 +1,11 @@
 """Eviction: chooses the items to drop, so that the size of a node's store stays limited.
 
-These items are kept:
+A node keeps these items:
 
 * the newest `keep_versions` complete images;
 * for nodes that join late, the newest keyframe and the newest deltas; these deltas are in total
   smaller than an image;
-* items that this node codes, fetches or decodes, and items that children fetch.
+* items that this node is coding, fetching or decoding, and items that children are fetching.
 
 All other items are dropped. So the size of the store grows at most with the number of children.
 """

@@ -2,9 +2,9 @@
 
 A tree for the rate r gives each receiver one link of rate r. So a node with an uplink of rate u has
 floor(u / r) **slots** for children, and every receiver needs one slot. A node with slots takes one
-slot and adds at least one slot. So a tree is built from the learner through the nodes with slots,
-in falling order of slots. Leaves are added last. A rate is possible if and only if there are enough
-slots. Bisection finds the largest possible rate.
+slot of its parent, and offers at least one slot of its own. So a tree is built from the learner
+through the nodes with slots, in falling order of slots. Leaves are added last. A rate is possible
+if and only if there are enough slots. Bisection finds the largest possible rate.
 
 If regions are known, only one link enters each region (no link enters the learner's region), so a
 version is sent into a region once. Then the slots within each region also limit the rate. If a
