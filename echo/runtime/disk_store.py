@@ -502,8 +502,8 @@ class DiskStore(MemoryStore):
         """Return the versions of this run that an earlier process stored, newest first.
 
         Call this method before the first `create`. Call it in a thread, because it may take long.
-        All other files that an earlier process left are removed. If this process has stored
-        versions of another run, these versions are dropped.
+        All other files of the store that an earlier process left are removed. If this process has
+        stored versions of another run, these versions are dropped.
         """
         run = blake3(run_id.encode()).hexdigest()[:16]
         if run != self._run:
@@ -621,7 +621,7 @@ class DiskStore(MemoryStore):
     # --- files of an earlier process -------------------------------------------------------------
 
     def _sift(self, known: set[Path | None]) -> list[PolicyVersion]:
-        """Return the versions on disk, newest first; remove all other files."""
+        """Return the versions on disk, newest first; remove all other files of the store."""
         versions: set[PolicyVersion] = set()
         foreign = []
         for entry in os.scandir(self.directory):

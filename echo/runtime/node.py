@@ -618,7 +618,7 @@ def make_broadcast(
     """Return a node's part in the broadcast, with the configuration's bounds.
 
     The learner receives no versions, so its `version_store` is None. The node keeps `keep_versions`
-    images, and in addition the images that a child is fetching.
+    images. In addition, it keeps the images that its children are fetching.
     """
     return Broadcast(
         node_id=node_id,

@@ -1,9 +1,9 @@
 """An evaluation by workers: a learner publishes one version and trains nothing.
 
-Workers join as in a run. Each answer is a group of one rollout. Its lease has the seed that an
-evaluation on one machine would use. A lost lease is granted again with the same seed. So the scores
-do not depend on which workers sampled which answers. Answers are kept only in memory: after an
-interruption the evaluation starts again.
+Workers join as in a run. Each answer is a group of one rollout. The group's lease has the seed that
+an evaluation on one machine would use. A lost lease is granted again with the same seed. So the
+scores do not depend on which workers sampled which answers. Answers are kept only in memory: after
+an interruption the evaluation starts again.
 
     weights --> image --> broadcast
     role --> StoreGroup --> answer --> acknowledgement        all answers --> scores

@@ -73,7 +73,7 @@ class AdaptiveBound:
     def set(self, step: int, bound: int, *, cause: str) -> None:
         """Set the bound for new leases to `bound`.
 
-        An adaptive bound continues from this value.
+        If the bound is adaptive, it continues from this value.
 
         Raises:
             ConfigError: if the bound is not between 0 and the hard bound.

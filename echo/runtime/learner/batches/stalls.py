@@ -47,8 +47,8 @@ from echo.runtime.learner.report import Progress
 FIRST_LOOK_S = 0.05
 """Smallest time from a change of the learner's activity to the next observation, seconds."""
 LOOK_S = 0.5
-"""Largest of the pauses between observations that double after a change of the learner's activity,
-seconds. Later pauses last a heartbeat interval."""
+"""Largest pause between observations while the pauses double, seconds. They double after a change
+of the learner's activity. Later pauses last a heartbeat interval."""
 LOOK_S_PER_NODE = 1e-3
 """Smallest time between two observations, seconds per node of the fleet."""
 MIN_WAIT_S = 10.0

@@ -5,8 +5,8 @@
 
 The question is which workers shall be active (`echo.fleet.activation`). It is asked once in a
 dwell, and immediately after an active worker is gone. A dwell is the longest of three times:
-`min_dwell_s`, the time of MIN_STEPS steps, and the time of a group on the slowest active worker.
-The active workers stay the same during a dwell. Meanwhile the effect of the last change is
+`min_dwell_s`, the time of MIN_STEPS steps, and the time that the slowest active worker takes for a
+group. The active workers stay the same during a dwell. Meanwhile the effect of the last change is
 measured, and workers without a measured rate are tried.
 
 A worker that joins begins to generate. If the budget cannot also pay for this worker, it goes on

@@ -118,9 +118,8 @@ class CostControl:
     def review(self, *, now: float) -> Question | None:
         """Update the costs if METER_S has passed since the last update. Return a question, or None.
 
-        If no question is due, the result is None.
-
-        The question asks which workers shall be active. It must be answered in a thread.
+        If no question is due, the result is None. A question asks which workers shall be active.
+        The caller must answer the question in a thread.
         """
         if now < self._metered_at + METER_S:
             return None

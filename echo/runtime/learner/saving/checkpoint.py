@@ -221,8 +221,8 @@ class Checkpoints:
     def stored(self, *, up_to: int | None = None) -> list[StoredCheckpoint]:
         """Return the complete checkpoints, oldest first.
 
-        If `up_to` is given, leave out later checkpoints. The field `keeps_groups` is true for the
-        last `keep_last` of these checkpoints.
+        If `up_to` is given, leave out checkpoints after the step `up_to`. The field `keeps_groups`
+        is true for the last `keep_last` of these checkpoints.
         """
         steps = {
             step: path

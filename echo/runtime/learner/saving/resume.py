@@ -300,7 +300,7 @@ def finished_step(run_dir: Path) -> int | None:
 def find_divergence(run_dir: Path) -> DivergedError | None:
     """Return the error of a run that ended because it diverged; None for any other run.
 
-    The run also counts as not ended if the user has made `latest` name an earlier checkpoint.
+    If the user has made `latest` name an earlier checkpoint, the result is None, too.
 
     Raises:
         EchoError: if the run's ledger cannot be read.

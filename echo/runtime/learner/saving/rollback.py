@@ -1,13 +1,13 @@
 """Rollback: resume a diverged run from an earlier checkpoint, or record that the run has ended.
 
-A rollback makes `latest` name that checkpoint, writes a record to the ledger and ends the node with
-a RolledBackError. The process then starts again with --resume (`cli/commands/node.py`). As after
-any resume, a new lineage (branch of the run's history) begins, and the later steps and checkpoints
-are void.
+A rollback makes `latest` name the earlier checkpoint, writes a record to the ledger and ends the
+node with a RolledBackError. The process then starts again with --resume (`cli/commands/node.py`).
+As after any resume, a new lineage (branch of the run's history) begins, and the later steps and
+checkpoints are void.
 
-A divergence that ends the run is written to the ledger, too. A launcher that starts the learner
-again then gets the same error at once (`find_divergence` in `resume.py`). Otherwise that learner
-would wait for hours for workers that have left.
+A divergence that ends the run is written to the ledger, too. If a launcher starts the learner
+again, the learner reads this record and ends with the same error at once (`find_divergence` in
+`resume.py`). Without the record, the learner would wait for hours for workers that have left.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class EvalResult:
     num_rewards: int
     """Number of answers, including those with a failed reward or a reward of None."""
     num_reward_errors: int
-    """Number of answers whose reward failed. Each counts as 0 in the means."""
+    """Number of answers whose reward failed. Each such answer counts as 0 in the means."""
     num_unscored: int = 0
     """Number of answers with a reward of None. The means leave them out."""
     error: str = ""
@@ -431,7 +431,7 @@ class Evaluations:
         return True
 
     async def finish(self, last: Publication) -> None:
-        """Finish the running evaluation. Evaluate the last version if this has not been done."""
+        """Finish the running evaluation. If the last version was not evaluated, evaluate it."""
         if self._task is not None:
             await self._task
         if self._evaluated_step != last.manifest.version.step:

@@ -217,7 +217,7 @@ class Publisher:
     ) -> None:
         """Make versions of the run that `identity` identifies. `images` makes their images.
 
-        If `attribution` is given, it keeps each image.
+        `attribution`, if given, keeps each image.
         """
         self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
