@@ -286,7 +286,8 @@ class Watcher:
     def on_completion(self, completion: Completion) -> None:
         """Receive a completion that was not aborted.
 
-        This runs in the thread that called `generate`. `generate` returns the completion as well.
+        The engine calls this method in the thread that called `generate`. `generate` also returns
+        the completion at its end.
         """
 
 
@@ -307,7 +308,7 @@ class Engine(abc.ABC):
     """Longest sequence, prompt and completion together, in tokens; None if there is no limit."""
     num_versions = 1
     """How many of the newest versions stay loaded for sampling. If the number is 1, a running call
-    switches to each version that is loaded.
+    of `generate` switches to each version that is loaded.
     """
 
     @property
@@ -596,9 +597,9 @@ class VersionSlots:
 
         The caller's `with` block loads `version` into the new slot. If a slot to unload is yielded,
         the block also unloads the version in it. If a slot is free, no slot to unload is yielded.
-        Otherwise it is the oldest slot that no call uses, but never the newest slot. If calls use
-        all of these slots, `load` waits until a slot is unused. If the block raises, the new slot
-        is discarded.
+        Otherwise the slot to unload is the oldest slot that no call uses, but never the newest
+        slot. If calls use all of the older slots, `load` waits until one of them is unused. If the
+        block raises, the new slot is discarded.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_loading)

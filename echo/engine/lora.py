@@ -5,8 +5,8 @@ small matrices A [rank, in] and B [out, rank]. The module computes with weight +
 where `alpha` and `rank` are settings. B starts at 0, so version 0 computes the same as the base.
 
 The image of a version holds only A and B, under the names that peft gives them in its files. A
-worker reads the base from a directory. The hash of its weights (`base_digest`) must equal the hash
-of the learner's base.
+worker reads the base from a directory. The hash of the weights in this directory (`base_digest`)
+must equal the hash of the learner's base.
 
 Engines compute base and adapter separately and never merge them. Merging would round the sum to the
 engine's dtype, and so change the learner's importance ratio.

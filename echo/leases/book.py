@@ -6,10 +6,10 @@ its group waits to be granted again, ahead of new groups (`leases/groups.py` has
 states). The first valid result of a group is accepted, from any attempt. A later result is a
 duplicate and does no harm.
 
-The book remembers an expired lease until its group ends. So the lease stays expired even if its
-worker still lists it. Until the group ends, the book also remembers the worker of each attempt.
-After a restart of the learner, the ledger supplies the workers of earlier attempts. The learner
-accepts a result or a failure of a group only from the workers of its attempts.
+The book remembers an expired lease until its group ends. So the lease stays expired even if the
+heartbeats of its worker still list it. Until the group ends, the book also remembers the worker of
+each attempt. After a restart of the learner, the ledger supplies the workers of earlier attempts.
+The learner accepts a result or a failure of a group only from the workers of its attempts.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ class Results:
         return [Note("warning", text) for text in texts]
 
     def _cancel(self, leases: Sequence[LeaseRecord]) -> list[Action]:
-        """End these leases and record that they ended. Tell their holders, so that they stop."""
+        """End these leases and record that they ended. Tell their holders to stop."""
         actions: list[Action] = []
         for record in leases:
             group_id, attempt, worker_id = record.group_id, record.attempt, record.worker_id

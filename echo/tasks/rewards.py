@@ -627,7 +627,7 @@ class PoolHost(TaskHost):
 class TaskProcess:
     """A process that runs a task's code.
 
-    A call that exceeds its limits kills the process.
+    If a call exceeds its limits, the process is killed.
     """
 
     def __init__(self, spec: TaskSpec) -> None:

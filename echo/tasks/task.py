@@ -700,8 +700,8 @@ class _OwnFirst:
     """An import finder that finds users' files before other modules of the same name.
 
     The finder finds only names in `_OWN`. The users' directories are last on sys.path. If they were
-    first, any file in these directories could hide a module of another package, even a `random.py`
-    that no reward imports.
+    first, any file in these directories could hide another module of the same name. For example, a
+    `random.py` that no reward imports would hide Python's own module.
     """
 
     @staticmethod

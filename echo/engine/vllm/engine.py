@@ -434,8 +434,8 @@ requested, so a larger number would cost time for each token.
 """
 
 MAX_RESTARTS = 3
-"""Largest number of restarts without a successful swap in between. At the next death the engine
-fails.
+"""Largest number of restarts without a successful swap in between. At the next death of vLLM the
+engine fails.
 """
 
 
@@ -803,8 +803,8 @@ class VllmEngine(Engine):
     ) -> str | None:
         """Write a patch to the image, and install the patched weights in vLLM.
 
-        If vLLM takes patches, send and probe only the changes. If vLLM takes no patches, or if this
-        probe fails, send and probe all weights.
+        If vLLM takes patches, send and probe only the changes. If vLLM takes no patches, or if the
+        probe of the changes fails, send and probe all weights.
 
         Returns:
             Why the last probe failed, or None.

@@ -55,7 +55,7 @@ class Relief:
         self._now = now
 
     def choose_moves(self, running: Sequence[RunningGroup]) -> Requests:
-        """Choose the leases that idle workers should get. Return the requests to their holders."""
+        """Choose the leases to move. Return the requests to the workers that hold these leases."""
         pending = Counter(
             group.record.request.worker_id
             for group in running
@@ -171,9 +171,11 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """If a lease was requested for a worker that still waits for it, return this worker.
+        """Return the worker for which a lease was requested, if it may get a copy; else None.
 
-        Otherwise return None.
+        A lease that is itself a copy is not copied. A lease may have been requested only on the
+        condition that its holder has not begun the group. If the holder has begun the group, such a
+        lease is not copied either.
         """
         request = record.request
         if request is None or record.copy_of is not None:

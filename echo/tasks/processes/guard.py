@@ -32,7 +32,7 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def fork_guarded(node: int, end: socket.socket) -> None:
-    """Fork this process. The child returns and runs the task.
+    """Fork this process, which becomes the guard. The child returns and runs the task.
 
     Args:
         node: process id of the node, the parent of this process.
@@ -97,7 +97,7 @@ def _reap(task: int, *, waits: bool) -> int | None:
 
 
 def _end_all() -> None:
-    """Kill all children of this process.
+    """Kill all children of the guard.
 
     The guard adopts the children of each killed process, and kills them, too.
     """

@@ -179,7 +179,7 @@ class RowReader:
     def _without_last(self, messages: list[Message]) -> tuple[list[Message], str | None]:
         """Return the prompt's messages, and the text of the last message if it was dropped.
 
-        With "drop" the assistant's messages at the end are dropped.
+        If `assistant_last` is "drop", the assistant's messages at the end are dropped.
         """
         if self._assistant_last == "continue":
             return messages, None
