@@ -1,8 +1,8 @@
 """The command line of `echo-rl`: parsers, signal handling and output.
 
 A process that runs a command handles Ctrl-C before any slow import. sys.argv[0] identifies such a
-process. Under `python -m` its value is "-m" while Python locates the module. Under an installed
-script its value is the script's path.
+process. Under `python -m`, sys.argv[0] is "-m" while Python locates the module. Under an installed
+script, sys.argv[0] is the script's path.
 """
 
 import sys

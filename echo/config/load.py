@@ -629,8 +629,8 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
 def apply_inherited(config: Config, settings: Mapping[str, Any]) -> Config:
     """Return the worker's configuration, in which the learner's values replace the worker's values.
 
-    The exception is `model.chat_template`: it keeps the worker's path, because `settings` has the
-    template's text.
+    The key `model.chat_template` keeps the worker's own path. For this key, `settings` has a
+    template's text, and not a path.
 
     Raises:
         ConfigError: if a setting does not fit this version's schema.

@@ -103,9 +103,10 @@ class LossSection(Section):
         return {}
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios at which a bad rollout has a gradient, under the limits' keys.
+        """Return the smallest ratios at which a bad rollout has a gradient.
 
-        The ratio is learner over sampler. A bad rollout has a negative advantage.
+        Each ratio is listed under the key of its limit. A ratio is learner over sampler. A bad
+        rollout has a negative advantage.
         """
         return {}
 

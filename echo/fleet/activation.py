@@ -149,7 +149,7 @@ class Roll:
         )
 
     def delay_s(self, job: Job) -> list[float]:
-        """Return, for each kind, the seconds by which one of its workers is delayed.
+        """Return the delay of one worker of each kind, in seconds.
 
         The delay is the time of a broadcast to this worker alone, plus the time of one group.
         """
@@ -234,8 +234,9 @@ class Roll:
 def by_kind(workers: Sequence[Offer]) -> list[list[Offer]]:
     """Group the workers into kinds; return at most MAX_KINDS kinds if possible.
 
-    All workers of a kind are in the same region. Either all or none can be dialled. If a property,
-    such as the price, is 0 for one worker of a kind, it is 0 for all workers of this kind.
+    All workers of a kind are in the same region. Either all or none of them can be dialled. If a
+    property, such as the price, is 0 for one worker of a kind, it is 0 for all workers of this
+    kind.
     """
     kinds: list[list[Offer]] = []
     for width in _WIDTHS:

@@ -239,7 +239,8 @@ class OverlappedStep:
     def rank(self) -> tuple[float, float]:
         """The sort key of a step. A better step has a lower key.
 
-        The key is the longer of the times of training and generation, then the shorter.
+        The key consists of the times of training and generation: first the longer time, then the
+        shorter time.
         """
         return self.step_s, min(self.train_s, self.rollout_s)
 

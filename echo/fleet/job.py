@@ -33,7 +33,8 @@ class Job:
     upload_bytes_per_token: float = 17.0
     """Bytes that a worker sends per completion token (echo/core/rollout.py).
 
-    They are 4 for the id, 4 for the log-probability, 8 for the version and 1 for the mask.
+    Of these bytes, 4 are for the id, 4 for the log-probability, 8 for the version and 1 for the
+    mask.
     """
     has_pausing_workers: bool = False
     """Whether workers stop generating while new weights arrive."""

@@ -50,9 +50,9 @@ staleness."""
 OPEN_SHARE = 0.02
 """If the learner has waited for more than this share of its time, no grants are delayed."""
 MAX_LOSS = 0.45
-"""Grants are delayed only if the fleet is fast enough without its fastest worker. At most this
-share of the fleet's speed is attributed to this worker. So a fleet with twice the required speed
-can always delay grants."""
+"""Grants are delayed only if the fleet is fast enough without its fastest worker. In this rule, the
+fastest worker counts for at most this share of the fleet's speed. So a fleet with twice the
+required speed can always delay grants."""
 SLACK = 1
 """Grants are delayed only as long as groups stay at least this many versions below the staleness
 bound. Otherwise a late group would be stale."""

@@ -82,8 +82,8 @@ from echo.wire.messages import (
 from echo.wire.seals import Channel, SealKeys, Seals, channel_of
 
 WORK_OF_LEARNER = (TopologyPlan, Pulse, Grant, Reclaim, Ack)
-"""The learner sends messages of these types to nodes. They are about work, not about joining, and
-the node's role handles them."""
+"""The learner sends messages of these types to nodes. These messages are about work, not about
+joining. The node's role handles them."""
 WORK_OF_NODE = (Heartbeat, Deliver, Partial, Failed)
 """Nodes send messages of these types to the learner. The messages are about work, not about
 joining."""
@@ -205,8 +205,8 @@ CODE = "task.code"
 """Key in the inherited settings. Its value has the hash and the path of each module of the
 learner's task."""
 LIKELY_IDS = "likely_ids"
-"""Key in the inherited settings. Its value is how many of the most likely ids workers send with
-each token. The loss determines the number."""
+"""Key in the inherited settings. Its value is a number of ids. With each token, workers send this
+many of the most likely ids. The loss determines the number."""
 MAX_TREE_TOKENS = "max_tree_tokens"
 """Key in the inherited settings. Its value is the largest number of tokens that all chains of an
 agent's rollout may have together."""
@@ -248,8 +248,8 @@ class Configure(Action):
 def digest_mismatch(*, ours: dict[str, str], theirs: dict[str, str]) -> str | None:
     """Return text that names the hashes in which a node and the learner differ.
 
-    Return None if all agree. A file is compared only if both sides have the file. An empty hash
-    means that a side lacks the file.
+    If all hashes agree, return None. A file is compared only if both sides have the file. An empty
+    hash means that a side lacks the file.
     """
     faults = [
         f"{name}: this node has {value[:16]}, the learner {theirs[name][:16]}"
@@ -451,7 +451,7 @@ class Joining:
     # --- events ----------------------------------------------------------------------------------
 
     def receive(self, message: Message, payload: list[Frame], *, now: float) -> list[Action]:
-        """Handle a message from the learner. What it does depends on the present state.
+        """Handle a message from the learner. The effect depends on the present state.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that learners never send, or if a file
@@ -898,7 +898,7 @@ class Admission:
     ) -> list[Action]:
         """Handle a routed message from the node `source`.
 
-        What it does depends on the node's presence.
+        The effect depends on the node's presence.
 
         Raises:
             RemoteProtocolError: if the message is of a kind that nodes never send, or is invalid.

@@ -358,7 +358,7 @@ class Learner(Role):
     ) -> list[Action]:
         """Drop a message that was forged or changed on its way.
 
-        Report the link over which it came.
+        Report the link over which the message came.
         """
         self.counters.add("refused/forged")
         name = self._peer_names.get(peer) or peer

@@ -124,8 +124,8 @@ class DialingRole:
     def version_in_use(self) -> PolicyVersion | None:
         """Return the version in use.
 
-        For a relay, this is the newest version that it holds completely. Without a version, return
-        None.
+        For a relay, this is the newest version that the relay holds completely. Without a version,
+        return None.
         """
         return self.broadcast.newest_complete
 

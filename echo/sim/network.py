@@ -310,9 +310,9 @@ class Network:
     ) -> None:
         """Close a connection, or stop dialling.
 
-        Notify the other side after the latency of the route. Messages that were already sent still
-        arrive for `linger_s` seconds. After the last of these messages, the other side is notified.
-        This end's client gets no further events of the connection.
+        Messages that were already sent still arrive for `linger_s` seconds. After the last of these
+        messages, and after the latency of the route, the other side is notified. This end's client
+        gets no further events of the connection.
         """
         is_notified = end.is_open and not end.is_stalled
         self._leave(end)

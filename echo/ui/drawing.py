@@ -48,7 +48,7 @@ class Marks:
 
 
 def clean(text: str) -> str:
-    """Return text on one line. Spaces replace its unprintable characters.
+    """Return text on one line. Spaces replace the unprintable characters.
 
     Names and notices come from remote nodes, and may contain escape sequences, which must not reach
     the terminal.
@@ -86,7 +86,7 @@ def fit(text: Text, width: int) -> Text:
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return both ends of a vertical axis on which these values are drawn.
+    """Return both ends of a vertical axis on which `values` are drawn.
 
     If all values are between 0 and 1, as for rates, the ends are multiples of 0.1. Otherwise there
     is a margin of 5 %.

@@ -368,7 +368,7 @@ def run_nodes(
     """Start the four processes, wait for the learner, and print the summary.
 
     If `small` is not None, this model is made before the learner starts. Meanwhile the relay and
-    the workers start, because their imports take about as long.
+    the workers start. Their imports take about as long as making the model.
     """
     nodes: list[NodeProcess] = []
     learner: NodeProcess | None = None

@@ -213,7 +213,7 @@ def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
     """Return the rollouts that contain the --grep text.
 
-    Of these, return only the best, the worst or random rollouts if an option asks for them.
+    If an option asks for the best, the worst or random rollouts, return only those of them.
     """
     for name in ("best", "worst", "random"):
         number = getattr(arguments, name)

@@ -164,7 +164,7 @@ class StepFootprint:
         Each dict maps an item's name to its bytes. One of these moments needs the most memory. The
         first micro-batch starts without gradients. When the backward pass reaches the last layer,
         the head's gradient exists. When the backward pass reaches the first layer, all gradients
-        exist except the gradients of this layer. In later micro-batches, all gradients exist from
+        exist except the first layer's gradients. In later micro-batches, all gradients exist from
         the start.
 
         A tied head's gradient is kept in the compute type until the embedding's gradient exists.

@@ -2,7 +2,8 @@
 
 The learner makes the status (`runtime/learner/report.py`). The live view draws the status, and
 viewers receive it as JSON. `status.json` in the run's directory has the last status. JSON has no
-NaN and no infinity. So a value that is not finite becomes None, and is left out of a history.
+NaN and no infinity. So NaN or an infinite value becomes None in the status. A history leaves such
+values out.
 """
 
 from __future__ import annotations

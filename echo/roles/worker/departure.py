@@ -142,8 +142,8 @@ class Departure:
     def finish(self, *, is_busy: bool, now: float) -> list[Action]:
         """If the worker is done, return Drained.
 
-        If it gives its machine back, return Release as well. The worker is done when it is not busy
-        or has waited DRAIN_S.
+        If the worker gives its machine back, return Release as well. The worker is done when it has
+        no more work, or has waited DRAIN_S.
         """
         if self.state is not DepartureState.DELIVERING or (is_busy and now < self._until):
             return []
