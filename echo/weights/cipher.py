@@ -15,8 +15,8 @@ manifest or table contains the hash of the key, and is sent together with the ke
 refused before any chunk is decrypted. After a resume, the learner's versions have new names and new
 keys.
 
-**Nonces** are the indices of chunks. A key encrypts one form of one version, whose content never
-changes. So no nonce is used for two different texts.
+**Nonces** are the indices of chunks. A key encrypts one form of one version, and the content of
+this form never changes. So no nonce is used for two different texts.
 
 **No tag.** The learner signs the hash of the encrypted chunk. A signed hash is stronger than GCM's
 tag: every receiver has the key and could make a valid tag. Without a tag, an encrypted chunk is as

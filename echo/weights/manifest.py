@@ -41,7 +41,7 @@ HASH_BYTES = 32
 MIN_CHUNK_BYTES = 1 << 10
 MAX_CHUNK_BYTES = 16 << 20
 """Largest size of a chunk in bytes. Chunks above 1 MiB make encryption slower, and chunks above 4
-MiB do not increase the speed (measured on loopback).
+MiB do not make a transfer faster (measured on loopback).
 """
 
 

@@ -74,8 +74,8 @@ Two chunks of 1 MiB share a message if the child takes more than 3 Gbit/s. At ea
 message delays its first chunk by at most this time.
 """
 TOGETHER_BYTES = 4 << 20
-"""Largest size of a message with several chunks, in bytes. Larger messages are not sent faster,
-because they exceed the CPU's caches.
+"""Largest size of a message with several chunks, in bytes. Larger messages are not sent faster than
+messages of this size, because they exceed the CPU's caches.
 """
 
 

@@ -230,7 +230,8 @@ class Seals:
     ) -> bool:
         """Verify the seal of a message; return whether the message belongs to a current channel.
 
-        The caller must ignore messages of earlier channels, which may be honest late messages.
+        The caller must ignore messages of earlier channels. These may be honest messages that
+        arrive late.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.

@@ -11,8 +11,8 @@ input and, if trained, two for its own gradient. Of the score matrix, only the c
 or the band within a sliding window. Recomputation, padding and the optimizer do not count, so they
 lower the utilization.
 
-Most published figures use the convention of PaLM (arXiv:2204.02311, appendix B), which counts the
-head for every token, and the whole score matrix of a row, even across segments:
+Most published figures use the convention of PaLM (arXiv:2204.02311, appendix B). It counts the head
+for every token, and the whole score matrix of a row, even across segments:
 
     6 N + 6 V h + 12 sum over layers of H D x row     per token
 

@@ -18,8 +18,8 @@ from echo.wire.codec import Frame
 def allocate(num_bytes: int) -> memoryview:
     """Return memory for an image, with undefined bytes.
 
-    The system allocates each page at the first write to it. A bytearray would be filled with zeros
-    at once, which blocks the node for 0.6 s per GB.
+    The system allocates each page at the first write to it. Python would fill a bytearray with
+    zeros at once, and this would block the node for 0.6 s per GB.
     """
     return np.empty(num_bytes, dtype=np.uint8).data
 

@@ -290,12 +290,12 @@ THRIFT = 0.05
 INSIGNIFICANT_S = 0.25
 """A plan counts as equally fast if it takes at most this many seconds longer than the fastest plan.
 
-A training step takes far longer.
+A training step takes far longer than this.
 """
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Shares of the best rate for which trees are built. A lower rate gives a flatter tree, which is
-faster for a small payload.
+"""Shares of the best rate for which trees are built. A lower rate gives a flatter tree. For a small
+payload, a flatter tree is faster.
 """
 
 
