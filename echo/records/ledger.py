@@ -75,8 +75,8 @@ overwritten in place.
 """
 GROUPS = "groups"
 GROUP_FILE_BYTES = 64 << 20
-"""Size, in bytes, at which the next group file begins. It is small, so that files can be deleted
-early.
+"""Size, in bytes, at which the next group file begins. The size is small, so that files can be
+deleted early.
 """
 KEPT_BYTES = 256 << 20
 """Largest total size of the retired group files that are kept. No resume needs these files, but

@@ -3,9 +3,9 @@
 Files that no resume needs are removed first: retired group files and images of older versions. The
 oldest checkpoints are removed next. When a checkpoint is removed, the group files that only a
 resume from this checkpoint needs are removed, too. The newest and the best checkpoint must stay,
-even if the directory then exceeds the bound. A group file must stay, too, if a resume from a
-checkpoint that is newer than every removed checkpoint needs the file. Other files (ledger, metrics,
-logs, exported weights) count towards the bound and are never removed.
+even if the directory then exceeds the bound. If a checkpoint is newer than every removed
+checkpoint, the group files that a resume from it needs must stay, too. Other files (ledger,
+metrics, logs, exported weights) count towards the bound and are never removed.
 """
 
 from __future__ import annotations

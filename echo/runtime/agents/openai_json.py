@@ -71,8 +71,8 @@ _UNABLE: dict[str, tuple[tuple[Any, ...], str]] = {
 class _Body(msgspec.Struct):
     """The fields that chat calls and text calls have in common.
 
-    A call with a field in `_UNABLE` is refused if the field would change the answer. Any other
-    unknown field is ignored.
+    A call with a field in `_UNABLE` is refused if the field would change the answer. Other unknown
+    fields are ignored.
     """
 
     max_tokens: Int | None = None

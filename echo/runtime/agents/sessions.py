@@ -2,8 +2,8 @@
 
 A lease with group size G becomes G episodes. An agent that begins an episode gets a session. The
 session records the tokens of each call. When the session gets its reward, all its calls become one
-rollout. The rollout's tokens form a tree of chains (turns.py). Sampled tokens are trained on, all
-others are masked.
+rollout. The rollout's tokens form a tree of chains (turns.py). Sampled tokens are trained on, and
+all other tokens are masked.
 
 The first contexts of a group's sessions may differ (names, times, tools). Their common beginning
 becomes the group's prompt. The rest of each context is masked in its rollout.

@@ -83,7 +83,8 @@ class TokenTree:
         """Make the tree of the calls.
 
         Args:
-            turns: the calls, oldest first, each after its parent. At least one has a token.
+            turns: the calls, oldest first, each call after its parent. At least one call has a
+                token.
         """
         turns = list(turns)
         self.first_context = turns[0].context_ids
