@@ -141,7 +141,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The expected sizes of rollouts. Real rollouts may be longer."""
+    """The expected sizes of rollouts. Real rollouts may be longer than expected."""
 
     num_rollouts: int
     prompt_tokens: int

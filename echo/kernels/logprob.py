@@ -50,8 +50,8 @@ from echo.kernels.contract import (
 def load_kernels(backend: BackendName, hidden: Tensor, weight: Tensor) -> Kernels:
     """Return the backend for hidden states [N, D] and the LM head [V, D].
 
-    "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. For float32, cuBLAS is faster.
-    In float16, gradients of an unscaled loss would underflow.
+    "auto" is Triton on an NVIDIA GPU in bfloat16, PyTorch elsewhere. For float32, PyTorch's cuBLAS
+    is faster than the Triton kernels. In float16, gradients of an unscaled loss would underflow.
 
     Raises:
         ValueError: if the name is unknown, or the backend cannot compute this input.

@@ -97,9 +97,10 @@ class Prompts(Protocol):
 
 
 def find_prompt_fault(prompts: Prompts, group_id: int) -> DataError | PromptPendingError | None:
-    """Return the error because of which a group's prompt is unavailable. None: it is available.
+    """Return the error because of which a group's prompt is unavailable.
 
-    The prompt of an open group may be missing, for example after a restart.
+    Return None if the prompt is available. The prompt of an open group may be missing, for example
+    after a restart.
     """
     try:
         prompts.lease(group_id, 0)

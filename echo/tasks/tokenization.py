@@ -59,7 +59,7 @@ _NEEDED_FILES = "the directory needs tokenizer.json and tokenizer_config.json be
 def load_tokenizer(
     directory: str | Path, *, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's directory, without running its code.
+    """Load the tokenizer of a model's directory, without running code from the directory.
 
     Args:
         directory: the model's directory.
@@ -443,9 +443,9 @@ class TextCodec:
     ) -> list[int]:
         """Return the token ids of an environment's reply to a turn of the policy.
 
-        The caller appends these ids to the sampled tokens of the turn, which are never encoded
-        again. If `is_closed`, the turn already ends with a stop token. Otherwise a stop string has
-        ended the turn, so the reply begins with the stop token.
+        The caller appends these ids to the sampled tokens of the turn. The sampled tokens are never
+        encoded again. If `is_closed`, the turn already ends with a stop token. Otherwise a stop
+        string has ended the turn, so the reply begins with the stop token.
 
         With a chat template, the ids cover the text from the end of the assistant's turn to the
         opening of the next turn. Without a chat template, they are the ids of the unchanged

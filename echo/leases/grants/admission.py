@@ -55,7 +55,7 @@ def oldest_step(*, max_staleness: int, groups_per_step: int, num_promised: int) 
 def oldest_version(
     lineages: Sequence[Lineage], *, max_staleness: int, groups_per_step: int, num_promised: int
 ) -> PolicyVersion | None:
-    """Return the oldest version with which the next group may be sampled. None: there is none.
+    """Return the oldest version with which the next group may be sampled; None if there is none.
 
     The version's step is `oldest_step`. Versions that a resume has abandoned are left out.
     """

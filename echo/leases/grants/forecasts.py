@@ -18,7 +18,8 @@ from echo.leases.grants.finish_times import FinishTimes
 _Key = tuple[int, int, int]
 """A forecast is valid while these three numbers stay the same.
 
-The numbers count the changes to the worker's leases so far, its unknown leases, and its places.
+They are the number of changes to the worker's leases so far, the number of the worker's unknown
+leases, and the number of the worker's places.
 """
 
 
