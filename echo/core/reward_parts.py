@@ -56,7 +56,7 @@ def find_name_fault(names: Iterable[object]) -> str:
 def part_means(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each part, taken over the rewards that have this part.
 
-    Of more than MAX_PARTS names, only the first MAX_PARTS in alphabetical order are used.
+    If there are more than MAX_PARTS names, only the first MAX_PARTS in alphabetical order are used.
     """
     values: dict[str, list[float]] = {}
     for parts in rewards:

@@ -1,7 +1,7 @@
 """Defines policy versions, rollouts and groups, based on numpy arrays.
 
-Shapes: T completion tokens, P prompt tokens, G group size. This module does not import torch, which
-a relay does not install.
+Shapes: T completion tokens, P prompt tokens, G group size. This module does not import torch,
+because a relay does not install torch.
 """
 
 from __future__ import annotations

@@ -196,7 +196,8 @@ def predict(
         broadcast_s: seconds from a publication until every node holds the version.
         latency_s: seconds that a node takes for a group.
         largest: rollouts per second of the fastest node.
-        lost_per_s: rollouts per second that are lost with lost nodes; `rate` does not include them.
+        lost_per_s: rollouts per second that are lost because nodes are lost; `rate` does not
+            include these rollouts.
         is_paced: whether leases limit the workers to the demand. Otherwise the surplus rollouts are
             discarded.
     """

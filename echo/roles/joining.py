@@ -418,7 +418,7 @@ class JoiningRole(Protocol):
         """
 
     def on_admitted(self, *, now: float) -> list[Action]:
-        """Handle the news that this node is admitted. It may arrive several times."""
+        """Handle the news that this node is admitted. The news may arrive several times."""
 
     def on_work(self, message: Message, payload: list[Frame], now: float) -> list[Action]:
         """Handle a message about work from the learner, such as a Grant."""

@@ -265,7 +265,7 @@ class Learner(Role):
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle a message.
 
-        If it violates the protocol, count and log the error, but do not raise it.
+        If the message violates the protocol, count and log the error, but do not raise it.
         """
         if peer in self.viewers:
             return self.viewers.receive(peer, frames, now=now)
@@ -331,7 +331,7 @@ class Learner(Role):
         """Handle a message that names a node as its source.
 
         A node's messages are accepted and answered over the link on which the node's process
-        joined. If a message with the node's name arrives over another link, it is answered over
+        joined. If a message with the node's name arrives over another link, the answer goes over
         that other link. Such a message has an effect only if the node's process has sealed it.
         """
         source = envelope.source

@@ -300,7 +300,7 @@ class Roster:
     def deadline_of(self, member: Member) -> float | None:
         """Return when a node counts as gone if it stays silent.
 
-        Return None if it is already gone.
+        If the node is already gone, return None.
         """
         is_here = self.nodes.get(member.node_id) is member
         return member.last_seen_at + self.dead_after_s if is_here else None

@@ -239,7 +239,7 @@ class DialingRole:
     def receive(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
         """Handle a message.
 
-        If it violates the protocol, count and log the error, but do not raise it.
+        If the message violates the protocol, count and log the error, but do not raise it.
         """
         try:
             return self._receive(peer, decode_envelope(frames), frames, now)

@@ -83,7 +83,7 @@ class Plans:
         return self._paced.deadline
 
     def want(self, *, now: float) -> None:
-        """Request a plan. It is made at the next deadline."""
+        """Request a plan. The plan is made at the next deadline."""
         self._paced.want(now=now)
 
     def is_due(self, *, now: float) -> bool:
@@ -124,7 +124,7 @@ class Plans:
         return self._probe(member, now)
 
     def repeat(self, member: Member) -> list[Action]:
-        """If a node reports a parent that is not the one in its plan, send the plan again.
+        """If a node's reported parent differs from its plan, send the plan again.
 
         The plan may have been lost.
         """

@@ -25,8 +25,8 @@ class StandstillError(RuntimeError):
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop that advances time to the next timer when the loop is idle.
 
-    Timers of the same instant fire in the order of scheduling, which asyncio's loops do not
-    guarantee. So messages that arrive together keep their order.
+    Timers of the same instant fire in the order of scheduling. asyncio's own loops do not guarantee
+    this order. So messages that arrive together keep their order.
     """
 
     _ready: deque[asyncio.Handle]

@@ -24,7 +24,10 @@ MAX_QUOTED = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Consecutive tokens of a completion. They all come from one version, or all from the task."""
+    """Consecutive tokens of a completion.
+
+    All tokens come from one version, or all from the task.
+    """
 
     text: str
     num_tokens: int

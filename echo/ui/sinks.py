@@ -223,7 +223,7 @@ class MetricsWriter:
             feed.put(step, lambda mirror: mirror.write(step, flat, at))
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
-        """Pass rollouts to the mirrors as text. They are not written to metrics.jsonl."""
+        """Pass rollouts to the mirrors as text. The rollouts are not written to metrics.jsonl."""
         at = time.time()
         for feed in self._feeds:
             feed.put(step, lambda mirror: mirror.write_samples(step, samples, at))
@@ -347,7 +347,7 @@ def _markdown(samples: Sequence[TextSample]) -> str:
 
 
 class _Wandb:
-    """Writes rows to a run of wandb. If a run of Echo is resumed, it continues its run of wandb."""
+    """Writes rows to a run of wandb. A resumed run of Echo continues its run of wandb."""
 
     remedy = (
         "set WANDB_API_KEY or call `wandb login`, or keep it here with WANDB_MODE=offline, and "
@@ -394,7 +394,7 @@ def _wandb_id(run_dir: Path) -> str:
 class _Trackio:
     """Writes rows to a run of trackio.
 
-    If a run of Echo is resumed, it continues its run of trackio.
+    A resumed run of Echo continues its run of trackio.
     """
 
     remedy = (

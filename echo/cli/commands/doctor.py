@@ -150,7 +150,7 @@ def _configuration(arguments: Namespace) -> tuple[Role, Config | None]:
 def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
     """Run the checks that `--dry-run` makes.
 
-    They find errors that would stop a node in its first minute.
+    The checks find errors that would stop a node in its first minute.
     """
     problems = check_start(config, role).problems
     for problem in problems:

@@ -65,8 +65,8 @@ def _run(arguments: Namespace, console: Console) -> int:
 def _samples(run_dir: Path) -> tuple[list[ShownRollout], str]:
     """Return some rollouts of the newest groups, best first. If there are none, return the reason.
 
-    The groups of the last steps are used. If they are too few, groups that were never trained on
-    are added.
+    The groups of the last steps are used. If these groups are too few, groups that were never
+    trained on are added.
     """
     stored = stored_groups(read_records(run_dir))
     stored.sort(key=lambda each: each.step or 0)

@@ -328,8 +328,8 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides whether all items fit into the machine.
 
-    If the model is on a GPU and main memory is too small, return main memory, which holds versions
-    of a fixed size. Otherwise return the model's memory.
+    If the model is on a GPU and main memory is too small, return main memory. It holds versions,
+    whose size no setting changes. Otherwise return the memory that holds the model.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)

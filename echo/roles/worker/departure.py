@@ -95,7 +95,7 @@ class Departure:
         return bool(self.reason) and self.state is DepartureState.DRAINED
 
     def stand_by(self, *, is_standby: bool, now: float) -> list[Action]:
-        """Record whether the worker is on standby. If this has changed, return a log line."""
+        """Record whether the worker is on standby. If this state has changed, return a log line."""
         if is_standby == (self.standby_since is not None):
             return []
         self.standby_since = now if is_standby else None

@@ -176,7 +176,7 @@ class EngineVersions:
     def sampler_of(self, group: PartialGroup, learner: LearnerProgress) -> PolicyVersion | None:
         """Return the version that must sample a group.
 
-        Return None if every installed version may.
+        If every installed version may sample the group, return None.
         """
         if not self.has_several:
             return self.installed if self.waits_for_whole else None

@@ -68,7 +68,7 @@ class Outcomes:
         return self.finished(GroupFinished(finished), now=now)
 
     def finished(self, event: GroupFinished, *, now: float) -> list[Action]:
-        """Deliver a finished group. If it is too large for a message, report a failure instead."""
+        """Deliver a finished group. If the group is too large for a message, report a failure."""
         group = event.group
         held = self._held.get((group.group_id, group.attempt))
         if held is None:

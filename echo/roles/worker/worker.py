@@ -456,7 +456,7 @@ class Worker(DialingRole):
     def _on_install(self, event: InstallEvent, now: float) -> list[Action]:
         """Handle the end of an installation.
 
-        If it failed and no other version is installed, stop the node.
+        If the installation failed and no other version is installed, stop the node.
         """
         if self._calls is None:
             return []  # a stored version was found damaged before the engine was built

@@ -272,7 +272,10 @@ class _Facts:
         self._removed[record.cause] = record
 
     def removals(self) -> list[Decision]:
-        """Return one decision for each cause of removals. Its time is that of the last removal."""
+        """Return one decision for each cause of removals.
+
+        The decision has the time of the last removal.
+        """
         return [
             Decision(
                 at=each.at,
