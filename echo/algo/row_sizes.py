@@ -4,8 +4,9 @@ For 16-bit products, a CPU's library keeps code and buffers for each number of t
 packed and padded rows are filled. A GPU's library keeps a plan for each length of padded rows. So
 on a GPU, padded rows are lengthened.
 
-The added tokens are called filling. A packed row is filled to the smallest fitting size of the run
-so far. If filling would then exceed MAX_REUSED of the run's tokens, the row gets a new size.
+The added tokens are called filling. A packed row is filled to the smallest size that this training
+run has already used and that holds the row. If filling would then be more than the share MAX_REUSED
+of the run's tokens, a new size is made for the row.
 """
 
 from __future__ import annotations

@@ -685,7 +685,7 @@ class Ledger(LedgerQueue):
         self._ended_at[group_id] = step
 
     def free_unused(self, *, step: int) -> None:
-        """Retire each group file in which no group was loaded or held after a restart."""
+        """Retire, after a restart, each group file whose groups were neither loaded nor kept."""
         with self._write_lock, _named(self.run_dir):
             for path in sorted(self._group_files()):
                 if path.name not in self._unended and path.name not in self._kept:

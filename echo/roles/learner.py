@@ -330,9 +330,10 @@ class Learner(Role):
     ) -> list[Action]:
         """Handle a message that names a node as its source.
 
-        A node's messages are accepted and answered over the link on which the node's process
-        joined. If a message with the node's name arrives over another link, the answer goes over
-        that other link. Such a message has an effect only if the node's process has sealed it.
+        A node's messages normally arrive, and are answered, over the link on which the node's
+        process joined. A message with the node's name may also arrive over another link. Then the
+        answer goes over that other link, and the message has an effect only if the node's process
+        has sealed it.
         """
         source = envelope.source
         try:

@@ -396,9 +396,9 @@ class ParentLink:
         return longest if longest < most else most
 
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
-        """Return the length of the parent's present silence, in seconds.
+        """Return how long the parent has been silent, in seconds.
 
-        The silence before a repeated request is included.
+        If the request was repeated, the silence after the first request is counted, too.
         """
         was_asked_again = self.state in _ASKED_AGAIN
         return now - self.progress_at + self.patience_s(chunk_bytes) * was_asked_again

@@ -365,7 +365,7 @@ class JustInTime:
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
         """Record since when each group is delayed.
 
-        Only groups that a free worker could begin count.
+        Groups that no free worker could begin are ignored.
         """
         size = self._groups_per_step
         for ordinal in range(num_promised, num_promised + due):

@@ -117,7 +117,7 @@ def nvidia_driver(path: Path = DRIVER) -> str | None:
 
 
 def check_gpu(build: str | None, gpus: Iterable[str], driver: str | None) -> Iterator[Finding]:
-    """Compare the GPUs that PyTorch finds with the loaded driver.
+    """Check that PyTorch finds a GPU if an NVIDIA driver is loaded.
 
     Args:
         build: what PyTorch is built for, such as "CUDA 13.0" or "CPU"; None if PyTorch is missing.

@@ -121,9 +121,10 @@ def read_version(path: Path, ranks: sharding.Ranks) -> dict[str, Tensor]:
 
 
 def log_kept_mass(states: Tensor, head: Tensor, token_ids: Tensor, sampling: Sampling) -> Tensor:
-    """Return the log of the probability that min_p, top_k and top_p leave at each token, [N].
+    """Return, for each position, the log of the total probability of all kept tokens, [N].
 
-    The drawn token always counts as kept, even if rounding would exclude it here.
+    min_p, top_k and top_p decide which tokens are kept. The drawn token always counts as kept, even
+    if rounding would exclude it here.
     """
     masses = []
     whole = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)

@@ -446,7 +446,7 @@ def _log_lines(run_dir: Path) -> list[str]:
 
 
 def differing_settings(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Return the settings that differ between the runs. Each key has its values in all runs."""
+    """Return the settings that differ between the runs: key -> the value in each run."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted({key for settings in flat for key in settings})
     found = {key: [settings.get(key, "-") for settings in flat] for key in keys}

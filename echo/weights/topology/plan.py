@@ -486,8 +486,8 @@ def plan_parents(sites: Sequence[Site]) -> dict[str, tuple[Hop, ...]]:
 
     The chain has the relays first, then the workers that can be dialled. All other nodes are
     leaves. The learner's address is empty, since each node has already reached the learner. A
-    suspected node serves only leaves, as the last parent before the learner: a leaf may be unable
-    to reach the learner.
+    suspected node is a parent of leaves only. It stands just before the learner in a leaf's list,
+    because some leaves cannot reach the learner itself.
 
     Args:
         sites: every live node except the learner, in a stable order (the order of joining).
