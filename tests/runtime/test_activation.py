@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from echo.fleet.market import Offer
 from echo.records.ledger import read_records
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner.costs import control as cost_control
-from echo.runtime.learner.costs.activation import Activation
+from echo.runtime.learner.costs.activation import Activation, ActivationSettings, StepTimes
 from echo.runtime.learner.costs.meter import CostMeter, spent_before
 from echo.runtime.learner.costs.throughput import Throughput
 from echo.wire.messages import NodeStats
@@ -69,6 +70,32 @@ def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) 
     # Machines billed on while the learner was away, for an hour at most as far as is known.
     assert spent_before(read_records(tmp_path), now=1100.0) == pytest.approx(2.1)
     assert spent_before(read_records(tmp_path), now=9000.0) == pytest.approx(5.6)
+
+
+def test_a_batch_without_a_signal_says_nothing_of_the_time_of_a_step() -> None:
+    settings = ActivationSettings(
+        groups_per_step=4, group_size=8, max_completion_tokens=16, margin=0.1, budget_per_h=math.inf
+    )
+    activation = Activation(settings, now=0.0)
+
+    def step(step_s: float, waited_s: float, useful_share: float) -> None:
+        activation.stepped(
+            StepTimes(
+                step_s=step_s,
+                waited_s=waited_s,
+                completion_tokens=8.0,
+                useful_share=useful_share,
+            )
+        )
+
+    # Most batches of a hard task: rewards that are all 0, which are trained on in no time.
+    for _ in range(6):
+        step(20.01, 20.0, 0.0)
+    assert activation.train_s is None
+    for seconds in (5.0, 6.0, 7.0):
+        step(20.0 + seconds, 20.0, 0.25)
+        step(20.01, 20.0, 0.0)
+    assert activation.train_s == pytest.approx(6.0)
 
 
 # --- who stands by, and for how long --------------------------------------------------------------

@@ -102,6 +102,8 @@ class Activation:
         self.measured = Measurements()
         """Measured rates of workers and times of broadcasts."""
         self.steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
+        self._train_s: deque[float] = deque(maxlen=MAX_STEPS)
+        """Seconds without waits of the newest steps whose batch had a training signal."""
         self._steps_since_change = 0
         self._asked_at = now
         self._group_s = 0.0
@@ -148,14 +150,14 @@ class Activation:
     def stepped(self, times: StepTimes) -> None:
         """Record the measured times of an optimizer step."""
         self.steps.append(times)
+        if times.useful_share > 0:  # otherwise nothing is computed, and a step takes no time
+            self._train_s.append(times.step_s - times.waited_s)
         self._steps_since_change += 1
 
     @property
     def train_s(self) -> float | None:
-        """Median seconds of a step without waits; None before MIN_STEPS steps."""
-        if len(self.steps) < MIN_STEPS:
-            return None
-        return median(times.step_s - times.waited_s for times in self.steps)
+        """Median seconds of a step without waits; None before MIN_STEPS steps with a signal."""
+        return median(self._train_s) if len(self._train_s) >= MIN_STEPS else None
 
     def idle_share(self, waiting_s: float = 0.0) -> float:
         """Return the share of time that the learner has waited since the active workers changed.
