@@ -186,7 +186,7 @@ class GspoSection(ClippedSection):
 
 
 class GepoSection(LossSection):
-    """GEPO: a loss whose ratios divide by the sampler's expected probability over the group."""
+    """GEPO: a loss of ratios to the sampler's expected probability over the group."""
 
     kind: Literal["gepo"]
     normalize_by_std: bool = False
@@ -237,7 +237,7 @@ class CispoSection(MaskedLossSection):
 
 
 class DecoupledPpoSection(ClippedSection):
-    """Decoupled PPO: a loss that clips the ratio to a proximal policy instead of the sampler."""
+    """Decoupled PPO: a loss that clips the ratio to a proximal policy."""
 
     kind: Literal["decoupled_ppo"]
     dual_clip: DualClip = False
@@ -281,7 +281,7 @@ class M2poSection(MaskedLossSection):
 
 
 class SapoSection(MaskedLossSection):
-    """SAPO: a loss with a soft gate instead of a clip; every token keeps some gradient."""
+    """SAPO: a soft gate replaces the clip, so every token keeps some gradient."""
 
     kind: Literal["sapo"]
     tau_positive: float = Field(default=1.0, ge=1e-6)

