@@ -61,6 +61,8 @@ def test_a_paused_run_grants_nothing_loses_nothing_and_goes_on(fleet: World) -> 
     assert operation(fleet, "resume").is_done
     fleet.run_until(lambda: fleet.step >= step + 3)
     assert "running" in states(fleet)
+    waits = [note for note in fleet.notes("learner") if "the learner waits" in note]
+    assert not waits, "a wait begins anew after a pause"
     role.validate()
 
 
