@@ -47,6 +47,7 @@ from echo.tasks.answers import (
     require_math_verify,
 )
 from echo.tasks.dataset import RowsTask
+from echo.tasks.syntax import parse
 from echo.tasks.task import Example, GeneratedTask
 
 # --- addition -------------------------------------------------------------------------------------
@@ -190,14 +191,16 @@ def evaluate(expression: str) -> tuple[int, list[int]]:
     if len(expression) > MAX_EXPRESSION_CHARS or not set(expression) <= set("0123456789+-*()"):
         raise ValueError(f"not an expression over digits, + - * and (): {expression[:80]!r}")
     try:
-        tree = ast.parse(expression, mode="eval")
+        tree = parse(expression, mode="eval")
     except SyntaxError as error:
         raise ValueError(f"not a complete expression: {expression!r}") from error
     numbers: list[int] = []
-    return _walk(tree.body, numbers), numbers
+    return _walk(tree, numbers), numbers
 
 
-def _walk(node: ast.expr, numbers: list[int]) -> int:
+def _walk(node: ast.AST, numbers: list[int]) -> int:
+    if isinstance(node, ast.Expression):
+        return _walk(node.body, numbers)
     if isinstance(node, ast.BinOp) and (combine := OPERATORS.get(type(node.op))) is not None:
         return combine(_walk(node.left, numbers), _walk(node.right, numbers))
     if isinstance(node, ast.Constant) and isinstance(node.value, int):

@@ -13,6 +13,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from echo.tasks.syntax import parse
+
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
@@ -50,7 +52,7 @@ def relative_level(path: Path) -> int:
 
 def _nodes(path: Path) -> Iterator[ast.AST]:
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):  # importing it raises the same
         return
     yield from ast.walk(tree)
