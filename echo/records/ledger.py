@@ -1,7 +1,7 @@
 """The learner's ledger: records of what happened to every group of prompts.
 
 A record is on the disk before any node is informed of the event. The run's directory contains these
-files (format 4):
+files (format `FORMAT`):
 
 * `ledger.sqlite`, small and never deleted. The table `records` has a row for each event: `seq` (1,
   2, 3, ... without a gap), `body` and `hash`. `body` is a JSON object: `kind`, `at` in Unix
@@ -1021,6 +1021,11 @@ def is_in_use(run_dir: Path) -> bool:
     return is_locked(run_dir / "ledger.lock")
 
 
+def has_ledger(run_dir: Path) -> bool:
+    """Return whether a directory has a ledger, which may have no records or an unknown format."""
+    return (run_dir / FILE).exists()
+
+
 def has_begun(run_dir: Path) -> bool:
     """Return whether a directory has a run with records.
 
@@ -1029,7 +1034,7 @@ def has_begun(run_dir: Path) -> bool:
     Raises:
         StorageError: if the ledger cannot be read.
     """
-    return (run_dir / FILE).exists() and next(read_records(run_dir), None) is not None
+    return has_ledger(run_dir) and next(read_records(run_dir), None) is not None
 
 
 # --- what the records say ------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,9 @@ def test_a_checkpoint_has_the_scores_of_a_model_with_its_weights(
     assert second["sampling"]["temperature"] == 0.7
     assert second["mean"]["low"] <= second["mean"]["mean"] <= second["mean"]["high"]
 
+    # A ledger of another release does not matter to a checkpoint.
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as ledger:
+        ledger.execute("PRAGMA user_version = 1")
     assert main(["run@3", "--samples", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("run, step 3: Lengths, 6 held-out prompts, 2 sampled answers to")

@@ -39,7 +39,7 @@ from echo.engine.model import (
     with_cpu_dtype,
 )
 from echo.engine.weights import round_tensors, torch_dtype
-from echo.records.ledger import has_begun
+from echo.records.ledger import has_ledger
 from echo.runtime.learner.saving.checkpoint import CheckpointInfo, find_checkpoint
 from echo.runtime.learner.setup import Data, build_evaluation, build_evaluator, load_data
 from echo.runtime.learner.versions.evaluation import EvalResult
@@ -129,7 +129,7 @@ def find_target(arguments: Namespace) -> EvalTarget:
         name, which = arguments.target, ""
     overrides = _overrides(arguments)
     run_dir = local_path(name)
-    if not has_begun(run_dir):
+    if not has_ledger(run_dir):  # its format does not matter: the weights are in a checkpoint
         if at and which:
             raise DataError(f"{name}: no run is in this directory, so it has no step {which}")
         overrides = [override_of("model.name", name), *overrides]
