@@ -19,6 +19,7 @@ from echo.core.errors import ConfigError, DataError, StorageError, TransportErro
 from echo.net.curve import SECRET_BYTES, CurveKeys
 from echo.net.transport import format_address, parse_address, with_key
 from echo.records.files import write_file
+from echo.records.ledger import is_in_use
 from echo.records.run_files import read_config
 from echo.roles.viewers import OPERATE, VIEW
 from echo.runtime.identity import load_or_create
@@ -90,6 +91,11 @@ class Target:
     """The run's directory, if it is on this machine."""
     accesses: tuple[Access, ...]
     """Keys and addresses to try, in order; empty if the run's links are not encrypted."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a learner on this machine has the run open. It may still be starting."""
+        return self.run_dir is not None and is_in_use(self.run_dir)
 
 
 def find_run(text: str) -> Target:

@@ -215,7 +215,9 @@ class RunWatcher(Protocol):
 
 
 def watch(target: Target, watcher: RunWatcher) -> None:
-    """Show a run to a watcher until the user ends the view. A lost learner is redialled.
+    """Show a run to a watcher until the user ends the view.
+
+    A lost learner is redialled, and so is a learner on this machine that is still starting.
 
     Raises:
         TransportError: if no learner has answered since the call.
@@ -232,7 +234,7 @@ async def _watch(target: Target, watcher: RunWatcher) -> None:
         with viewing.reading_keys():
             while not watcher.is_over:
                 await viewing.turn()
-                if link.failure and not viewing.has_shown:
+                if link.failure and not viewing.has_shown and not target.is_in_use:
                     raise TransportError(f"{target.name}: no learner answers: {link.failure}")
     finally:
         await link.transport.close()
@@ -281,6 +283,8 @@ class _Viewing:
             self._watcher.say("")
         elif not link.is_up and self.has_shown:
             self._watcher.say(f"no answer, dialling again: {link.failure or 'the link was lost'}")
+        elif link.failure:
+            self._watcher.say("the learner is starting: it does not answer yet")
         self._was_up = link.is_up
         for message, payload in messages:
             self._take(message, payload, now)

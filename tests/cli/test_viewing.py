@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from echo.cli.commands import ctl, status, top
 from echo.core.monitoring.status import RunState
+from echo.records.ledger import lock_run
 from echo.records.run_files import save_status
 from tests.core.test_status import STATUS
 
@@ -51,6 +53,19 @@ def test_the_saved_status_of_a_run_is_shown_with_its_age(
     assert status.main(["--json", str(run_dir)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["step"]) == (shown, STATUS.step)
+
+
+def test_a_learner_that_is_starting_has_not_ended(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = lock_run(run_dir)
+    try:
+        assert status.main([str(run_dir)]) == 0
+    finally:
+        os.close(lock)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "it may still be starting: as it was saved 2min ago" in out
+    assert "echo run stopped" not in out
 
 
 def test_a_run_without_encryption_is_read_from_its_files(

@@ -18,6 +18,7 @@ from echo.core.monitoring.metrics import Counters
 from echo.core.monitoring.status import RunStatus
 from echo.net.transport import Connected, Disconnected, Received, TransportOptions
 from echo.net.zmq import ZmqTransport
+from echo.records.ledger import lock_run
 from echo.roles.viewers import MAX_VIEWERS, OPERATE, VIEW, MakeStatus, Operate, Viewers
 from echo.runtime import access, viewer
 from echo.runtime.access import Access, Target, find_run, write_access
@@ -136,6 +137,24 @@ def test_where_nothing_listens_this_is_said(tmp_path: Path) -> None:
         viewer.ask_status(target)
     with pytest.raises(TransportError, match="no learner answers"):
         viewer.watch(target, Watcher(lambda _: None))
+
+
+def test_a_learner_that_is_starting_is_dialled_until_it_answers(tmp_path: Path) -> None:
+    with StandIn(tmp_path).serving() as learner:
+        target = replace(target_of(learner), run_dir=tmp_path)
+
+    def then(watcher: Watcher) -> None:
+        watcher.is_over = watcher.said[-1:] == ["the learner is starting: it does not answer yet"]
+
+    watcher = Watcher(then)
+    lock = lock_run(tmp_path)
+    try:
+        viewer.watch(target, watcher)
+    finally:
+        os.close(lock)
+    assert watcher.is_over
+    with pytest.raises(TransportError, match="no learner answers"):
+        viewer.watch(target, Watcher(then))
 
 
 class Watcher:

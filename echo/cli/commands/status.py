@@ -78,5 +78,7 @@ def saved_status(target: Target, *, why: str) -> tuple[RunStatus, str]:
     saved = f"as it was saved {age} ago ({why})"
     if not target.accesses:
         return status, saved
+    if target.is_in_use:
+        return status, f"the learner does not answer; it may still be starting: {saved}"
     status = replace(status, state="stopped", activity="", waiting_for="", eta_s=None)
     return status, f"the learner has ended without a word, or is elsewhere: {saved}"
