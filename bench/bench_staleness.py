@@ -15,6 +15,8 @@ chosen                what the fixed lag recommends, beside GRPO, at smaller fix
 corrections           what was published since, beside the best of the losses above and no
                       correction, on addition: fixed lags up to 32, and drawn evenly up to 64
 corrections_countdown the same on countdown
+pretrained            the best losses of these on word problems: SmolLM2-135M with an adapter, each
+                      group exactly 0 or 11 versions old; with --steps 40 --prompts 64 --seeds 0 1
 
 Advantages are divided by their group's spread for every loss but OAPL, so that losses differ in
 nothing but how they correct. All else is the quickstart's, but for the number of steps and held-out
@@ -39,7 +41,9 @@ from harness import add_row, read_rows
 from learning.delays import DelayInjector, DelaySettings, Direction
 from learning.quickstart import make_model
 
-CONFIGS = {"addition": "quickstart", "countdown": "countdown"}
+CONFIGS = {"addition": "quickstart", "countdown": "countdown", "word_problems": "word-problems"}
+SETTINGS = {"word_problems": ("lora.rank=16", "optimizer.learning_rate=3e-4")}
+"""Settings of a task that its configuration does not have."""
 LAGS = (
     *(f"fixed:{lag}" for lag in (0, 1, 3, 6, 11)),
     *(f"uniform:{lag}" for lag in (1, 3, 6, 11)),
@@ -117,6 +121,11 @@ EXPERIMENTS: dict[str, tuple[Case, ...]] = {
         name: tuple(Case(task, lag, loss) for lag in AGES for loss in COMPARED)
         for name, task in (("corrections", "addition"), ("corrections_countdown", "countdown"))
     },
+    "pretrained": tuple(
+        Case("word_problems", lag, loss)
+        for loss in (CHOSEN, "dppo_tv", "grpo")
+        for lag in ("fixed:0", "fixed:11")
+    ),
 }
 
 
@@ -208,9 +217,15 @@ def execute(runs: Sequence[Run], rows: Path, jobs: int) -> None:
 
 
 def make_old_model(task: str) -> Path:
-    """Return the small model by the recipe of the first rows, so that all rows start equally."""
+    """Return the small model by the recipe of the first rows, so that all rows start equally.
+
+    Word problems have the pretrained model.
+    """
+    from echo.engine.pretrained import make_smollm2
     from echo.train.models.warmup import RECIPES
 
+    if task == "word_problems":
+        return make_smollm2(harness.RESULTS.parents[1] / "build" / "models", show=print)
     num_steps = {"addition": 450, "countdown": 400}[task]
     old = replace(RECIPES[task], num_steps=num_steps, batch_size=64, learning_rate=2e-3)
     RECIPES[task] = old
@@ -231,6 +246,7 @@ def train_one(run: Run, model: Path) -> dict[str, Any]:
         f"eval.interval_steps={max(1, run.steps // 10)}",
         f"eval.num_prompts={run.prompts}",
         "loss.normalize_by_std=true",
+        *SETTINGS.get(case.task, ()),
         *(each if "." in each.partition("=")[0] else f"loss.{each}" for each in LOSSES[case.loss]),
         *run.overrides,
     ]

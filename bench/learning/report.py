@@ -23,6 +23,7 @@ LABELS = {
     "chosen": "{lag} {loss}",
     "corrections": "{lag} {loss}",
     "corrections_countdown": "{lag} {loss}",
+    "pretrained": "{lag} {loss}",
 }
 """What tells the cases of an experiment apart."""
 REFERENCES = {
@@ -33,6 +34,7 @@ REFERENCES = {
     "chosen": "{lag} grpo",
     "corrections": "{lag} gspo .02/.03",
     "corrections_countdown": "{lag} gspo .02/.03",
+    "pretrained": "{lag} gspo .02/.03",
 }
 """The case that each is compared with, seed by seed."""
 COLORS = (
@@ -260,6 +262,7 @@ TITLES = {
     "chosen": "addition, GSPO with a range of .02/.03 beside GRPO, by staleness",
     "corrections": "addition, corrections by staleness",
     "corrections_countdown": "countdown, corrections by staleness",
+    "pretrained": "word problems, SmolLM2-135M with an adapter, losses by staleness",
 }
 
 
