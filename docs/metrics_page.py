@@ -87,7 +87,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "optimizer/skipped_nonfinite": "Gradients so far that were not finite.",
     },
     "Time and throughput": {
-        "time/step": "Seconds since the step before, or since the model was loaded.",
+        "time/step": "Seconds since the step before, or since the model was loaded, without an "
+        "operator's pauses.",
         "time/train": "Seconds of it spent training.",
         "time/wait_for_batch": "Seconds of it spent waiting for groups.",
         "time/wait/*": "Seconds of waiting by what the workers' groups did meanwhile: `sampling`, "

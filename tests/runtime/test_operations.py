@@ -66,6 +66,31 @@ def test_a_paused_run_grants_nothing_loses_nothing_and_goes_on(fleet: World) -> 
     role.validate()
 
 
+def test_the_time_of_a_pause_counts_as_no_wait(fleet: World) -> None:
+    operation(fleet, "pause")
+    fleet.run(60.0)
+    num_rows, step = len(fleet.rows), fleet.step
+    assert fleet.snapshots[-1].recent_idle_ratio < 0.9
+    assert fleet.node("learner").costs._waiting_since is None, "no reason to activate workers"
+    operation(fleet, "resume")
+    fleet.run_until(lambda: fleet.step > step)
+    [row] = fleet.rows[num_rows : num_rows + 1]
+    assert row["time/wait_for_batch"] <= row["time/step"] < 5.0
+
+
+def test_workers_without_groups_in_a_pause_are_not_idle(make_world: MakeWorld) -> None:
+    world = make_world(sample_s=0.5, train_s=60.0)
+    world.learner(run={"max_steps": 50})
+    world.worker("w1")
+    world.run_until(lambda: world.node("learner").progress.activity == "training")
+    operation(world, "pause")
+    world.run(5.0)
+    counted = dict(world.node("learner")._stalls._tally.seconds)
+    world.run(30.0)
+    assert world.node("learner").progress.activity == "training"
+    assert world.node("learner")._stalls._tally.seconds == counted
+
+
 def test_a_paused_run_outlives_its_workers(make_world: MakeWorld) -> None:
     world = make_world(sample_s=0.5, network={"reconnect_for_s": 4.0})
     world.learner(run={"max_steps": 50})

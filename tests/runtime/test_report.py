@@ -187,6 +187,28 @@ def test_the_recent_idle_share_forgets_what_was_long_ago() -> None:
     assert len(progress._waits) <= IDLE_WINDOW_STEPS + 1
 
 
+def test_a_pause_is_neither_a_wait_nor_part_of_a_step() -> None:
+    progress = Progress(staleness_tokens={}, now=0.0)
+    now = run_steps(progress, 10, now=0.0, waited_s=1.0, trained_s=3.0)
+    progress.step_metrics({}, {}, step=10, bytes_sent=0, now=now)
+    progress.begin("", now=40.0)
+    progress.pause(True, now=42.0)
+    for at in (42.0, 900.0):
+        assert progress.recent_idle_ratio(at) == pytest.approx(12 / 42)
+        assert progress.idle_ratio_by_now(at) == pytest.approx(12 / 42)
+    progress.pause(False, now=1042.0)
+    progress.begin("training", now=1044.0)
+    # While the learner trains, its time counts, whether the run is paused or not.
+    progress.pause(True, now=1045.0)
+    assert progress.running(1050.0) == 50.0
+    row = progress.step_metrics({}, {}, step=11, bytes_sent=0, now=1050.0)
+    assert row["time/step"] == 10.0
+    progress.begin("", now=1050.0)
+    progress.pause(True, now=1060.0)  # once more
+    progress.pause(False, now=1070.0)
+    assert progress.idle_ratio_by_now(1070.0) == pytest.approx(14 / 50)
+
+
 def test_the_curve_goes_on_where_a_run_was_resumed_after_its_last_hole() -> None:
     rewards = {step: step / 10 for step in range(1, 8) if step != 2}
     evaluations = ((0, 0.3, 0.2), (4, 0.5, 0.4), (6, 0.6, 0.5))

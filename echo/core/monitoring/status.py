@@ -199,7 +199,7 @@ class RunStatus:
     """Number of tokens that the whole run trained on, for each staleness."""
     idle_ratio: float = 0.0
     """Share of the time since the learner's start in which the learner has waited for rollouts,
-    0..1."""
+    0..1. An operator's pauses are left out of both times."""
     recent_idle_ratio: float = 0.0
     """Share of the last minute in which the learner has waited. If the last steps took longer than
     a minute, their time counts."""

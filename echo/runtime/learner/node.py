@@ -314,8 +314,8 @@ class LearnerNode(Node):
             time_of_day=run.ledger.now, log=log,
         )  # fmt: skip
         self._operations = Operations(
-            run.role, bound=self.bound, costs=self.costs, ledger=run.ledger, report=self.report,
-            stop=self.interrupt, log=log,
+            run.role, progress=run.progress, bound=self.bound, costs=self.costs, ledger=run.ledger,
+            report=self.report, stop=self.interrupt, clock=self._clock, log=log,
         )  # fmt: skip
         self._shutdown = RunShutdown(
             run.role, self.transport, report=self.report, wait_until=self.wait_until,
@@ -442,11 +442,12 @@ class LearnerNode(Node):
         await self._publish()
         max_steps = self._sections.run.max_steps
         while role.step < max_steps and not self.is_stopping and self._failure is None:
-            waited_from = self.now
+            waited_from = self.progress.running(self.now)
             groups = await self._next_batch()
             if groups is None:
                 return
             started_at = self.now
+            waited_s = self.progress.running(started_at) - waited_from
             self.progress.begin("training", now=self.now)
             try:
                 result = await self._model_pool.run(self._train_on, groups)
@@ -479,7 +480,6 @@ class LearnerNode(Node):
             # meanwhile.
             if self._is_put_off and (self.pace.is_overdue(role.step) or self._versions.prepare()):
                 await self._publish()
-            waited_s = started_at - waited_from
             role.counters.add("tokens/trained", sum(staleness.values()))
             self.progress.stepped(
                 groups, waited_s=waited_s, trained_s=trained_s, staleness=staleness

@@ -19,6 +19,7 @@ from echo.roles.members import Hold, Member
 from echo.roles.viewers import Operate, OperationDone
 from echo.runtime.learner.batches.bound import AdaptiveBound
 from echo.runtime.learner.costs.control import CostControl
+from echo.runtime.learner.report import Progress
 from echo.wire.messages import Operation, Outcome
 
 MAX_LISTED = 8
@@ -35,11 +36,13 @@ class Operations:
         self,
         role: Learner,
         *,
+        progress: Progress,
         bound: AdaptiveBound,
         costs: CostControl,
         ledger: LedgerQueue,
         report: Callable[[Any], None],
         stop: Callable[[], None],
+        clock: Callable[[], float],
         log: logging.Logger,
     ) -> None:
         """Change the role, the staleness bound and the costs as operators request.
@@ -47,6 +50,7 @@ class Operations:
         `report` passes an event to the role. `stop` saves the run and ends the learner.
         """
         self._role, self._bound, self._costs, self._ledger = role, bound, costs, ledger
+        self._progress, self._clock = progress, clock
         self._report, self._stop, self._log = report, stop, log
 
     def carry_out(self, action: Operate) -> None:
@@ -82,7 +86,7 @@ class Operations:
 
     def _pause(self, operation: Operation) -> str:
         self._check_no_subject(operation)
-        self._report(Paused(is_paused=True))
+        self._set_paused(True)
         num_running = self._role.leases.num_running
         return (
             f"paused at step {self._role.step}: no group is granted; the {num_running} groups that "
@@ -93,8 +97,12 @@ class Operations:
         if operation.subject:
             self._hold(self._node(operation), None)
             return f"{operation.subject} is given leases and weights again, as far as it is needed"
-        self._report(Paused(is_paused=False))
+        self._set_paused(False)
         return f"goes on at step {self._role.step}"
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self._progress.pause(is_paused, now=self._clock())
+        self._report(Paused(is_paused=is_paused))
 
     def _stop_run(self, operation: Operation) -> str:
         self._check_no_subject(operation)

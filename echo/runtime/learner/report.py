@@ -132,6 +132,26 @@ class RemainingTime:
         return max(num_steps * step_s - min(now - self._stepped_at, step_s), 0.0)
 
 
+class RunningClock:
+    """A clock that stands while the learner waits in a paused run.
+
+    Steps and waits are measured by this clock, because a pause of the operator is neither a wait
+    for workers nor part of a step. Until the first pause the clock shows the loop's time.
+    """
+
+    def __init__(self) -> None:
+        self._stands_since, self._stood_s = math.inf, 0.0
+
+    def turn(self, *, stands: bool, now: float) -> None:
+        """Let the clock stand or run from now on."""
+        self._stood_s += max(0.0, now - self._stands_since)
+        self._stands_since = now if stands else math.inf
+
+    def at(self, now: float) -> float:
+        """Return the clock's time at the loop's time `now`."""
+        return min(now, self._stands_since) - self._stood_s
+
+
 # --- totals ---------------------------------------------------------------------------------------
 
 
@@ -186,11 +206,21 @@ class Progress:
         self.useless_reasons: Counter[str] = Counter()
         """Number of delivered or failed groups that are not trained on, by reason."""
         self._waits: deque[tuple[float, float]] = deque()
-        """(start, end) of the last waits for groups, by the loop's clock. There is about one wait
-        per step.
+        """(start, end) of the last waits for groups, by the clock that stands in pauses. There is
+        about one wait per step.
         """
         self._waiting_since: float | None = None
         self._all_waits_s = 0.0
+        self._is_paused, self._clock = False, RunningClock()
+
+    def pause(self, is_paused: bool, *, now: float) -> None:
+        """Record that the operator pauses the run, or resumes it if `is_paused` is false."""
+        self._is_paused = is_paused
+        self._clock.turn(stands=is_paused and not self.activity, now=now)
+
+    def running(self, now: float) -> float:
+        """Return the loop's time `now` by the clock that stands while a paused run waits."""
+        return self._clock.at(now)
 
     def begin(self, activity: str, *, now: float) -> None:
         """Record that the learner begins `activity`; "" means a wait for groups."""
@@ -198,6 +228,8 @@ class Progress:
             self._stepped_at = now  # loading the model is no part of the first step
         self.activity = activity
         self.on_turn(activity, now)
+        self._clock.turn(stands=self._is_paused and not activity, now=now)
+        now = self.running(now)
         if not activity:
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
         elif self._waiting_since is not None:
@@ -210,6 +242,7 @@ class Progress:
 
     def idle_ratio_by_now(self, now: float) -> float:
         """Return the share of the time since the start that the learner spent waiting."""
+        now = self.running(now)
         since = now if self._waiting_since is None else self._waiting_since
         return (self._all_waits_s + now - since) / max(now - self._started_at, 1e-9)
 
@@ -219,6 +252,7 @@ class Progress:
         Recent time is the last IDLE_WINDOW_S or the last IDLE_WINDOW_STEPS steps, whichever is
         longer.
         """
+        now = self.running(now)
         waits = list(self._waits)
         if self._waiting_since is not None:
             waits.append((self._waiting_since, now))
@@ -353,6 +387,7 @@ class Progress:
         self.curves.rewards.append(metrics.get("reward/mean", 0.0))
         num_tokens = sum(staleness.values())
         waited_s, trained_s = self._step_times
+        now = self.running(now)
         step_s = max(now - self._stepped_at, 1e-9)
         row: dict[str, float | Mapping[str, float]] = {
             **metrics,
@@ -508,7 +543,7 @@ class Progress:
             activity=self.activity,
             waiting_for=waiting_for,
             explanation=explanation,
-            eta_s=self._pace.eta_s(max_steps - role.step, now=now),
+            eta_s=self._pace.eta_s(max_steps - role.step, now=self.running(now)),
             nodes=(learner, *others),
             reward_history=self._curve,
             eval_history=self._evaluations(),

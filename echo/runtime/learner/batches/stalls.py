@@ -172,10 +172,11 @@ class Stalls:
 
     def _count(self, now: float) -> None:
         seconds, self._at = now - self._at, now
-        if self._role.is_paused and not self._activity:
-            return  # the operator's time is part of no step
-        self._activities[self._activity] += seconds
-        self._tally.add(self._fleet, seconds, is_waiting=not self._activity)
+        # A pause is the operator's. It is part of no step, and workers without groups are not idle.
+        if self._activity or not self._role.is_paused:
+            self._activities[self._activity] += seconds
+        if not self._role.is_paused:
+            self._tally.add(self._fleet, seconds, is_waiting=not self._activity)
 
     def _look(self, now: float) -> None:
         had_workers = bool(self._fleet.workers)

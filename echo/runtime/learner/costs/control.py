@@ -100,7 +100,7 @@ class CostControl:
 
         Call this method every POLL_S. While `is_idle` is true, a call every METER_S suffices.
         """
-        if self._progress.activity:
+        if self._progress.activity or self._role.is_paused:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
