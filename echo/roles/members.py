@@ -155,6 +155,11 @@ class Member:
         """Whether the node is a worker on standby. Such a worker has no leases and no weights."""
         return self.node.is_standby
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the node is on standby and stays there. A draining node works until it leaves."""
+        return self.is_standby and self.hold != "drain"
+
     def rates(self) -> tuple[float, float, float]:
         """Return three rates per second: sampled tokens, received weight bytes, sent weight bytes.
 

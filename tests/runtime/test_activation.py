@@ -15,6 +15,7 @@ from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.fleet.market import Offer
 from echo.records.ledger import read_records
+from echo.roles.learner import HoldChosen
 from echo.roles.members import Member, Presence, Roster
 from echo.runtime.learner.costs import control as cost_control
 from echo.runtime.learner.costs.activation import Activation, ActivationSettings, StepTimes
@@ -118,6 +119,18 @@ def crowd(make_world: MakeWorld, *prices: float, **activation: float) -> World:
 def standby(world: World) -> list[str]:
     roster = world.node("learner").role.roster
     return sorted(member.node_id for member in roster.nodes.values() if member.is_standby)
+
+
+@pytest.mark.slow
+def test_a_decision_counts_a_draining_worker_as_active(make_world: MakeWorld) -> None:
+    world = crowd(make_world, 0.3, 0.1, 0.2, 0.4)
+    world.hang_engine("w4")
+    world.run(10.0)
+    world.report("learner", HoldChosen("w4", "drain"))
+    world.run_until(lambda: world.records("activation"))
+    [decision] = world.records("activation")
+    assert standby(world) == ["w1", "w3", "w4"]
+    assert (decision["numbers"]["num_active"], decision["numbers"]["num_standby"]) == (2, 2)
 
 
 @pytest.mark.slow
@@ -442,6 +455,16 @@ def test_machines_count_from_joining_and_on_standby_too(roster: Roster) -> None:
     assert (meter.machines_per_h, meter.standby_per_h) == pytest.approx((2.8, 0.3))
     assert meter.take_by_node() == pytest.approx({"learner": 4.0, "w1": 0.5, "w2": 0.3})
     assert not meter.take_by_node()
+
+
+def test_a_draining_node_is_not_on_standby(roster: Roster) -> None:
+    meter = make()
+    join(roster, "leaves", 0.5)
+    join(roster, "stays", 0.3)
+    roster.hold("leaves", "drain")
+    roster.hold("stays", "standby")
+    meter.update(roster, bytes_sent=0, now=HOUR)
+    assert meter.standby_per_h == pytest.approx(0.3)
 
 
 def test_a_machine_counts_until_its_release_is_confirmed(roster: Roster) -> None:

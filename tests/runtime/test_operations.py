@@ -121,6 +121,23 @@ def test_a_drained_worker_finishes_its_groups_and_leaves(fleet: World) -> None:
     fleet.run_until(lambda: fleet.step >= step + 2 and role.leases.num_leases("w1"))
 
 
+def test_a_draining_worker_is_counted_as_active_while_it_works(make_world: MakeWorld) -> None:
+    world = make_world(sample_s=30.0)
+    world.learner(run={"max_steps": 50}, learner={"price_per_h": 1.0})
+    for name in ("w1", "w2", "w3"):
+        world.worker(name, worker={"price_per_h": 0.5})
+    role = world.node("learner").role
+    world.run_until(lambda: role.leases.num_leases("w1") and role.leases.num_leases("w2"))
+    operation(world, "drain", "w1")
+    operation(world, "standby", "w2")
+    world.run(5.0)
+    cost = world.snapshots[-1].cost
+    assert cost is not None
+    assert (cost.num_active, cost.num_standby) == (2, 1)
+    [node] = [node for node in world.snapshots[-1].nodes if node.node_id == "w1"]
+    assert node.state.startswith("draining")
+
+
 def test_a_drained_relay_leaves_once_no_node_needs_it(make_world: MakeWorld) -> None:
     world = make_world(sample_s=0.5)
     world.learner(run={"max_steps": 50})

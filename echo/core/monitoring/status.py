@@ -120,6 +120,7 @@ class CostStatus:
     """The part of `per_h` for machines that have left, but whose release was not confirmed."""
     budget_per_run: float | None
     num_active: int
+    """Number of workers that are not on standby. A draining worker counts until it leaves."""
     num_standby: int
     decision: str = ""
     """A description of the last change to the set of active workers."""

@@ -326,13 +326,14 @@ class Activation:
         standby = {n for n, m in members.items() if m.is_standby} - set(activated) | set(
             deactivated
         )
+        num_standby = sum(members[name].hold != "drain" for name in standby)
         decision = ActivationDecision(
             step=role.step,
             cause=answer.cause,
             activated=tuple(activated),
             deactivated=tuple(deactivated),
-            num_active=len(members) - len(standby),
-            num_standby=len(standby),
+            num_active=len(members) - num_standby,
+            num_standby=num_standby,
             before=answer.before,
             after=answer.after,
             train_s=question.job.train_s,

@@ -225,12 +225,14 @@ class CostControl:
 
     def view(self) -> CostStatus | None:
         """Return the costs for the live view; None if no machine has a price."""
-        meter, roster = self._meter, self._role.roster
+        meter = self._meter
         if not meter.has_prices:
             return None
         per_million_tokens = None
         if self._num_tokens > 0:
             per_million_tokens = (meter.total - self._total_at_start) / self._num_tokens * 1e6
+        workers = self._role.roster.members("worker")
+        num_standby = sum(member.is_resting for member in workers)
         return CostStatus(
             per_h=meter.machines_per_h + meter.traffic_per_h,
             total=meter.total,
@@ -238,7 +240,7 @@ class CostControl:
             standby_per_h=meter.standby_per_h,
             unconfirmed_per_h=meter.unconfirmed_per_h,
             budget_per_run=self._budget_per_run,
-            num_active=len(roster.active("worker")),
-            num_standby=sum(member.is_standby for member in roster.members("worker")),
+            num_active=len(workers) - num_standby,
+            num_standby=num_standby,
             decision=self._last_decision,
         )

@@ -132,7 +132,7 @@ class CostMeter:
             if machine.incarnation != member.incarnation:
                 machine.incarnation, machine.traffic_bytes = member.incarnation, 0
             machine.price_per_h = member.price.per_h or 0.0
-            machine.is_standby, machine.gone_at = member.is_standby, None
+            machine.is_standby, machine.gone_at = member.is_resting, None
             stats = member.stats
             rollouts = self._bytes_per_token * stats.tokens_sampled
             total = stats.bytes_received + stats.bytes_sent + rollouts
