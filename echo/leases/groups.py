@@ -95,6 +95,11 @@ class LeaseRecord:
         """(group id, attempt) of the lease."""
         return self.group_id, self.attempt
 
+    @property
+    def seed_attempt(self) -> int:
+        """The attempt whose seed the lease has: its own, or that of the lease that it copies."""
+        return self.attempt if self.copy_of is None else self.copy_of
+
     def renew(self, *, num_tokens: int, now: float) -> None:
         """Prolong the lease, because the worker has made progress.
 

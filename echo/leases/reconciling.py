@@ -141,8 +141,7 @@ class Reconciling:
         If the lease copies another lease, it has the same seed.
         """
         lease = self._prompts.lease(record.group_id, record.attempt)
-        origin = record.attempt if record.copy_of is None else record.copy_of
-        seed = self._prompts.lease(record.group_id, origin).seed
+        seed = self._prompts.lease(record.group_id, record.seed_attempt).seed
         return msgspec.structs.replace(lease, seed=seed, min_version=record.min_version)
 
     def _enter(

@@ -57,3 +57,17 @@ def test_nothing_is_copied_without_need(change: str) -> None:
         granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]
     _, leases = granting.make_round([slow, fast], now=1.0)
     assert leases == {}
+
+
+def test_a_copy_of_a_copy_has_the_seed_of_the_original() -> None:
+    granting = make_granting(of={"max_staleness": 0, "hedge_factor": 2.0})
+    workers = [make_worker(name, (2, 3), 4) for name in ("slow", "stuck", "fast")]
+    for worker, seconds in zip(workers, (100.0, 1.0, 1.0), strict=True):
+        name = worker.node_id
+        granting.finish_times.made(name, num_tokens=10, seconds=seconds, now=0.0)
+    granting.make_round(workers[:1], now=0.0)
+    _, first = granting.make_round(workers[:2], now=1.0)
+    _, second = granting.make_round(workers, now=60.0)  # the copies are old by now
+    assert [lease.attempt for lease in second["fast"]] == [2, 2, 2, 2]
+    for lease in (*first["stuck"], *second["fast"]):
+        assert lease.seed == granting.prompts.lease(lease.group_id, 0).seed

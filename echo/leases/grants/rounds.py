@@ -45,7 +45,7 @@ class NewLease:
     lease: Lease
     worker: LeasedWorker
     copy_of: int | None = None
-    """The attempt that the lease copies; None if the lease is not a copy."""
+    """The attempt whose seed the lease has, if the lease is a copy; None if it is not a copy."""
 
 
 @dataclass(slots=True)
@@ -186,14 +186,14 @@ class Round:
         for original, node_id in self._relief.choose_copies(running, requests):
             if find_prompt_fault(self._prompts, original.group_id) is None:
                 copy, worker = self._copy_of(original), self._occupancy.able[node_id]
-                self._decisions.grants.append(NewLease(copy, worker, copy_of=original.attempt))
+                self._decisions.grants.append(NewLease(copy, worker, copy_of=original.seed_attempt))
 
     def _copy_of(self, original: LeaseRecord) -> Lease:
         """Return a lease that copies another lease.
 
         It is the group's next attempt, with the same seed.
         """
-        seed = self._prompts.lease(original.group_id, original.attempt).seed
+        seed = self._prompts.lease(original.group_id, original.seed_attempt).seed
         return msgspec.structs.replace(
             self._next_lease(original.group_id), seed=seed, min_version=original.min_version
         )
