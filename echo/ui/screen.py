@@ -391,7 +391,7 @@ def _labelled(label: str, text: str, style: str = "") -> Text:
 def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
     state = f"waits for {clean(snapshot.waiting_for)}"
     if not snapshot.waiting_for:
-        state = snapshot.activity or "training"
+        state = snapshot.activity or snapshot.state
         if snapshot.explanation:
             state += f"; in the last steps: {clean(snapshot.explanation)}"
     wrapped = textwrap.wrap(

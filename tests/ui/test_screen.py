@@ -67,6 +67,15 @@ def test_a_stall_is_explained_beside_the_activity(make_status: MakeStatus) -> No
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+def test_the_learner_of_a_run_that_has_ended_does_not_train(
+    make_status: MakeStatus, state: str
+) -> None:
+    text = "\n".join(lines_of(render_live(make_status(state=state, nodes=()), 100), 100))
+    assert f"25% in all   {state}" in text
+    assert "training" not in text
+
+
 def test_names_from_the_network_cannot_steer_the_terminal(make_status: MakeStatus) -> None:
     evil = NodeStatus(node_id="w\x1b[2J", role="worker", state="gen\x1b]0;x\x07", parent="[bold]")
     snapshot = make_status(nodes=(evil,), notices=("\x1b[31mred",), waiting_for="\x1bc")
