@@ -31,7 +31,7 @@ _PLAIN = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+")
 _ANY_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)" + _EXPONENT, re.ASCII)
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
-_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[$%!,; ]|[$%€£]")
+_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}|\\[$%!,; ]|[$%€£]")
 
 
 def require_math_verify(where: str) -> None:
@@ -65,11 +65,13 @@ def extract_answer(completion: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in a normal form, in which equal answers often have the same text.
+    r"""Return an answer in a normal form, in which equal answers often have the same text.
 
-    Currency signs, percent signs, units, thousands separators and full stops are removed.
+    Currency signs, percent signs, units, thousands separators and full stops are removed. If an
+    answer consists only of text, such as `\text{even}`, the text is no unit and stays.
     """
-    answer = _THOUSANDS.sub("", _UNITS.sub("", answer))
+    bare = _UNITS.sub("", answer)
+    answer = _THOUSANDS.sub("", bare if re.search(r"\w", bare) else _UNITS.sub(r"\1", answer))
     answer = answer.strip().strip("*_`").rstrip(".,;").strip()
     if "e" in answer.lower() and _ANY_NUMBER.fullmatch(answer):
         return _written_out(Decimal(answer))

@@ -107,6 +107,9 @@ def test_the_final_answer_is_found(completion: str, answer: str | None) -> None:
         ("math", r"Hence \boxed{\sqrt{2}}.", r"\boxed{\sqrt{2}}", r"\boxed{2}"),
         ("math", "x^2", r"\boxed{x^2}", r"\boxed{x^3}"),
         ("math", "Paris", r"\boxed{Paris}", r"\boxed{Pairs}"),
+        ("math", r"\text{Paris}", r"\boxed{\text{Paris}}", r"\boxed{\text{Pairs}}"),
+        ("math", "even", r"so it is \boxed{\text{even}.}", r"\boxed{\text{odd}}"),
+        ("math", r"It is \boxed{(\text{C})}.", r"\boxed{(\text{C})}", r"\boxed{(\text{D})}"),
     ],
 )
 def test_the_built_in_rewards(reward: str, answer: Any, right: str, wrong: str) -> None:
