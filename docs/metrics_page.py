@@ -52,7 +52,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "staleness/mean": "Mean staleness of the trained tokens, optimizer steps.",
         "staleness/max": "Largest staleness of a trained token.",
         "staleness/hist": "Trained tokens by staleness, a table.",
-        "staleness/bound": "Bound for new leases, with `sync.adaptive`.",
+        "staleness/bound": "Bound for new leases, in steps.",
         "is_ratio/mean": "Mean importance ratio, learner over sampler.",
         "is_ratio/max": "Largest importance ratio of a token.",
         "ess": "Effective sample size as a share of the tokens; 1 is on-policy.",

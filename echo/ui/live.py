@@ -22,7 +22,7 @@ from echo.core.monitoring.metrics import held_out
 from echo.core.monitoring.status import RunStatus
 from echo.core.units import format_duration
 from echo.ui.drawing import InAscii, clean, clock, short_count
-from echo.ui.screen import idle_shares, render_live
+from echo.ui.screen import bound_text, idle_shares, render_live
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,10 @@ class PlainLog:
         parts = [f"[{clock(snapshot.elapsed_s)}] step {last.step}/{snapshot.max_steps}"]
         parts.append(f"reward {'nan' if last.reward is None else format(last.reward, '.3f')}")
         if last.mean_staleness is not None:
-            bound = f"max {last.max_staleness} of {snapshot.max_staleness}"
-            parts.append(f"staleness {last.mean_staleness:.2f} ({bound})")
+            parts.append(
+                f"staleness {last.mean_staleness:.2f} (max {last.max_staleness}, "
+                f"{bound_text(snapshot)})"
+            )
         parts.append(f"{short_count(last.accepted_tokens_per_s)} tokens/s")
         parts.append(format_duration(last.seconds))
         return f"{'  '.join(parts)}  | {'  '.join(self._run_parts(snapshot))}"

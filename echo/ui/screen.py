@@ -141,16 +141,23 @@ def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
     return [fit(title, width), *plot]
 
 
+def bound_text(snapshot: RunStatus) -> str:
+    """Return the staleness bound as text. If it was lowered, rollouts above it may still come."""
+    now = "" if snapshot.staleness_bound is None else " now"
+    return f"bound{now} {snapshot.bound}"
+
+
 def staleness_bins(
-    tokens: Mapping[int, int], max_staleness: int, max_bins: int
+    tokens: Mapping[int, int], max_staleness: int, max_bins: int, *, bound: int | None = None
 ) -> list[tuple[str, int, bool]]:
     """Return how many trained tokens have each staleness, in at most `max_bins` bins.
 
     Returns:
         For each bin from staleness 0 to max_staleness: (label, number of tokens, whether the bin
-        contains the bound). If there are tokens above the bound, which the learner should prevent,
-        one more bin follows.
+        contains `bound`, which is max_staleness by default). If there are tokens above
+        max_staleness, which the learner should prevent, one more bin follows.
     """
+    marked = max_staleness if bound is None else bound
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
     num_bins = max(max_bins - (beyond > 0), 1)
     per_bin = -(-(max_staleness + 1) // num_bins)
@@ -158,7 +165,7 @@ def staleness_bins(
     for low in range(0, max_staleness + 1, per_bin):
         high = min(low + per_bin - 1, max_staleness)
         count = sum(tokens.get(staleness, 0) for staleness in range(low, high + 1))
-        bins.append((str(low) if low == high else f"{low}-{high}", count, high == max_staleness))
+        bins.append((str(low) if low == high else f"{low}-{high}", count, low <= marked <= high))
     if beyond:
         bins.append((f">{max_staleness}", beyond, False))
     return bins
@@ -170,10 +177,10 @@ def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[Re
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
     figures = f" mean {mean:.2f}" if total else " -"
-    title = Text.assemble(("staleness", "bold"), f"{figures}, bound {snapshot.bound}")
+    title = Text.assemble(("staleness", "bold"), f"{figures}, {bound_text(snapshot)}")
     if title.cell_len > width:
-        title = Text.assemble(("stale", "bold"), f"{figures}, bound {snapshot.bound}")
-    bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1))
+        title = Text.assemble(("stale", "bold"), f"{figures}, {bound_text(snapshot)}")
+    bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1), bound=snapshot.bound)
     marked = [(label, count, "◂ bound" if is_bound else "") for label, count, is_bound in bins]
     return [fit(title, width), staleness_bars(marked, width)]
 

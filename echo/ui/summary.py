@@ -49,7 +49,6 @@ def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple
         ("useful groups", _groups(last)),
         ("off-policy", _off_policy(last)),
         ("mismatch", _mismatch(train)),
-        ("staleness bound", _bound(train)),
         ("reference", _reference(last)),
         ("cost", _cost(train)),
         ("continued", _continued(train[-1])),
@@ -104,13 +103,6 @@ def _mismatch(train: Sequence[MetricsRow]) -> str:
     text = ", ".join(f"{share:.0%} {cause}" for cause, share in shares.items())
     text += f" (variance {total / len(shared):.3g} nats^2, {len(measured)} measurements)"
     return f"{text}; {gone}" if gone else text
-
-
-def _bound(train: Sequence[MetricsRow]) -> str:
-    bounds = [row["staleness/bound"] for row in train if "staleness/bound" in row]
-    if not bounds or min(bounds) == max(bounds):
-        return ""
-    return f"{min(bounds):g} to {max(bounds):g}, {bounds[-1]:g} in the end (causes in the ledger)"
 
 
 def _reference(last: Sequence[MetricsRow]) -> str:
@@ -173,7 +165,8 @@ class RunSummary:
     run_dir: Path
     num_steps: int
     max_steps: int
-    max_staleness: int
+    bounds: tuple[int, ...]
+    """Bounds on staleness: the one in the configuration, then the one after each step."""
     publish_period: int | str
     wall_time_s: float
     """Seconds from the start of each lineage to its last row of metrics, summed over all
@@ -216,6 +209,17 @@ class RunSummary:
         return "" if times == 0 else "once" if times == 1 else f"{times} times"
 
     @property
+    def max_staleness(self) -> int:
+        """The largest bound on staleness that the run had, in steps."""
+        return max(self.bounds)
+
+    @property
+    def bound(self) -> str:
+        """The bounds on staleness as text, such as "2", or "1 to 3, 2 in the end"."""
+        least, most = min(self.bounds), max(self.bounds)
+        return f"{most}" if least == most else f"{least} to {most}, {self.bounds[-1]} in the end"
+
+    @property
     def tokens_per_s(self) -> float:
         """Completion tokens that were accepted per second of wall time."""
         return self.num_tokens / self.wall_time_s if self.wall_time_s > 0 else 0.0
@@ -251,11 +255,12 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
     num_reward_steps = min(_REWARD_STEPS, max(len(rewards) // 2, 1))
     run, sync = _section(config, "run"), _section(config, "sync")
     num_steps = int(history.train[-1]["step"])
+    bound = int(sync.get("max_staleness", max(ledger.staleness_tokens, default=0)))
     return RunSummary(
         run_dir=run_dir,
         num_steps=num_steps,
         max_steps=int(run.get("max_steps", num_steps)),
-        max_staleness=int(sync.get("max_staleness", max(ledger.staleness_tokens, default=0))),
+        bounds=(bound, *(int(row.get("staleness/bound", bound)) for row in history.train)),
         publish_period=sync.get("publish_period", "auto"),
         wall_time_s=_wall_time_s(history, ledger),
         num_lineages=max(len(ledger.lineage_starts), 1),
@@ -343,7 +348,7 @@ def _staleness_rows(summary: RunSummary) -> list[RenderableType]:
     title = Text.assemble(
         ("Staleness of trained tokens", "bold"),
         f": mean {summary.mean_staleness:.2f}, at most {max(tokens, default=0)}, "
-        f"bound {summary.max_staleness}",
+        f"bound {summary.bound}",
         (" (from the ledger)", "dim"),
     )
     bins = staleness_bins(tokens, summary.max_staleness, _MAX_BINS)

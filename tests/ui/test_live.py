@@ -102,9 +102,17 @@ QUIET = {"notices": (), "eval_history": ()}
 
 def test_step_line_says_it_all(log: Log, make_status: MakeStatus) -> None:
     assert log.lines_for(make_status(**QUIET)) == [
-        "[1:10] step 7/10  reward 0.700  staleness 0.40 (max 1 of 3)  1.23k tokens/s  2.5s  | "
+        "[1:10] step 7/10  reward 0.700  staleness 0.40 (max 1, bound 3)  1.23k tokens/s  2.5s  | "
         "1 worker (1 lost)  idle 12% recently, 25% in all  refused stale 4"
     ]
+
+
+def test_a_bound_that_was_lowered_is_told_as_the_present_one(
+    log: Log, make_status: MakeStatus
+) -> None:
+    row = row_of(make_status, max_staleness=2)
+    [line] = log.lines_for(make_status(staleness_bound=1, last_step=row, **QUIET))
+    assert "staleness 0.40 (max 2, bound now 1)" in line
 
 
 def test_a_step_is_told_when_its_row_is_written(log: Log, make_status: MakeStatus) -> None:

@@ -147,6 +147,15 @@ def test_staleness_bins_mark_the_bound_and_keep_every_token() -> None:
     assert screen.staleness_bins({1: 4, 5: 1}, 1, 8)[-1] == (">1", 1, False), "a bin of their own"
 
 
+def test_a_bound_that_was_lowered_is_marked_where_it_is_now(make_status: MakeStatus) -> None:
+    snapshot = make_status(staleness_bound=1, staleness_tokens={0: 5, 1: 3, 2: 2})
+    lines = lines_of(Group(*screen.staleness_histogram(snapshot, 50, 6)), 50)
+    title, *bars = map(str.rstrip, lines)
+    assert title == "staleness mean 0.70, bound now 1"
+    assert [bar.split()[0] for bar in bars] == ["0", "1", "2", "3"]
+    assert [bar.endswith("◂ bound") for bar in bars] == [False, True, False, False]
+
+
 def test_node_table_shows_every_column_where_there_is_room(make_status: MakeStatus) -> None:
     rows = [row.plain for row in screen.node_table(make_status().nodes, 100, 9)]
     assert rows[0].split() == [

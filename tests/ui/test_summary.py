@@ -82,6 +82,16 @@ def test_time_between_a_crash_and_its_resume_does_not_count(make_run: MakeRun) -
     assert "resumed once" in as_text(summary)
 
 
+def test_a_bound_that_moved_is_told_with_its_range_and_its_end(make_run: MakeRun) -> None:
+    run_dir = make_run(num_steps=4)
+    with MetricsWriter(run_dir) as writer:
+        for step, bound in ((5, 0), (6, 0), (7, 1)):
+            writer.write(step, {"reward/mean": 0.5, "staleness/bound": bound}, at=1000.0 + step)
+    summary = summarise_run(run_dir)
+    assert summary.max_staleness == 2
+    assert "mean 0.25, at most 1, bound 0 to 2, 1 in the end" in as_text(summary, width=400)
+
+
 def test_tokens_thrown_away_for_age_are_counted_over_a_resume(make_run: MakeRun) -> None:
     run_dir = make_run(num_steps=4)
     write_ledger(run_dir, [{"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}])

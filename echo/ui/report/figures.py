@@ -477,8 +477,8 @@ def _staleness(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
     axes.set_ylim(0, 1)
     _percent(axes)
     _by_step(axes, runs)
-    bound = runs[0].bound
-    title = "staleness, steps" + ("" if bound is None else f" (bound {bound})")
+    summary = runs[0].summary
+    title = "staleness, steps" + ("" if summary is None else f" (bound {summary.bound})")
     _legend(axes, title=title)
     return True
 

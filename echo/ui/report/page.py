@@ -209,7 +209,7 @@ def _key_figures(run: ReportedRun) -> dict[str, str]:
         figures["held-out, greedy"] = f"{_change(before.greedy, after.greedy)} {steps}"
     figures["staleness"] = (
         f"mean {summary.mean_staleness:.2f}, at most {max(summary.staleness_tokens, default=0)}, "
-        f"bound {summary.max_staleness}"
+        f"bound {summary.bound}"
     )
     waited, stepped = values_of(train, "time/wait_for_batch"), values_of(train, "time/step")
     if sum(stepped):

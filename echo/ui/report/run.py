@@ -163,12 +163,6 @@ class ReportedRun:
         return int(self.history.train[-1]["step"]) if self.history.train else 0
 
     @property
-    def bound(self) -> int | None:
-        """The hard bound on staleness, in steps; None if the configuration has none."""
-        bound = self.section("sync").get("max_staleness")
-        return bound if isinstance(bound, int) else None
-
-    @property
     def steps(self) -> list[MetricsRow]:
         """The rows of all optimizer steps, including abandoned steps."""
         return [row for row in self.rows if "reward/mean" in row]

@@ -91,7 +91,5 @@ class AdaptiveBound:
         self._pace.limit(bound)
 
     def metrics(self) -> dict[str, float]:
-        """Return {"staleness/bound": the present bound}; empty if the bound is fixed."""
-        if self._controller is None and self._buffer.admission_staleness >= self._most:
-            return {}
+        """Return {"staleness/bound": the present bound}."""
         return {"staleness/bound": self._buffer.admission_staleness}
