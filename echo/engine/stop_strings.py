@@ -44,6 +44,21 @@ class StopStrings:
         text, before = self.decode(tail), self.decode(tail[:-1])
         return any(text.count(stop) > before.count(stop) for stop in self.texts)
 
+    def begin(self, token_ids: Sequence[int]) -> int | None:
+        """Return where the stop string begins that the last token completes, in characters.
+
+        If the token completes several, as two line ends in one token do, return where the first of
+        them begins. If the token completes none, return None.
+        """
+        text, before = self.decode(token_ids), self.decode(token_ids[:-1])
+        begins = []
+        for stop in self.texts:
+            number = before.count(stop) + 1
+            parts = text.split(stop, number)
+            if len(parts) > number:
+                begins.append(len(text) - len(parts[number]) - len(stop))
+        return min(begins, default=None)
+
     def _can_end(self, token: int) -> bool:
         known = self._may_end.get(token)
         if known is None:

@@ -47,6 +47,24 @@ def test_an_answer_ends_with_the_byte_that_completes_a_stop_string(
     assert stop == StopStrings(texts, str), "calls with the same texts are sampled together"
 
 
+@pytest.mark.parametrize(
+    ("texts", "tokens", "kept"),
+    [
+        (("\n",), ["a", "\n\n"], "a"),
+        (("Obs", "\nObs"), ["a", "\n", "Obs"], "a"),
+        (("ab", "b"), ["ab", "x", "a", "b."], "abx"),
+        (("ab",), ["ab", "x", "c", "ab"], "abxc"),  # as min_tokens has let the first one pass
+        (("b",), ["a", "c"], None),
+    ],
+)
+def test_a_stop_string_begins_at_the_first_place_that_its_last_token_completes(
+    texts: tuple[str, ...], tokens: list[str], kept: str | None
+) -> None:
+    stop = StopStrings(texts, lambda ids: "".join(tokens[index] for index in ids))
+    assert stop.begin(range(len(tokens))) == (None if kept is None else len(kept))
+    assert stop.are_complete(range(len(tokens))) is (kept is not None)
+
+
 def test_engines_get_the_stop_ids_that_the_model_has(text: TextCodec) -> None:
     section = parse_config({"sampling": {"stop": "###", "min_tokens": 3}}).sampling
     sampling = make_sampling(section, text)

@@ -69,7 +69,7 @@ def make_agents(run: Callable[..., Awaitable[object]]) -> Agents:
     """Return the agents of a worker on v1, which samples nothing; `run` stands for its threads."""
     counters = Counters()
     count = counters.add
-    role = Mock(outbox=[], installed_version=V1, counters=counters, count=count)
+    role = Mock(outbox=[], installed_version=V1, counters=counters, count=count, tokens_sampled=0)
     parts = Mock(group_size=1, session_timeout_s=60.0, max_rollout_tokens=100)
     return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock(run=run))
 
@@ -135,6 +135,21 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
     session = begin_with(agents, lease_of(3))
     with pytest.raises(SessionError, match="no open session"):
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
+
+
+def test_an_agent_sees_no_part_of_the_stop_string_that_a_token_completes_twice() -> None:
+    async def run(*_: object) -> tuple[np.ndarray, None, str]:
+        return PROMPT, None, "Q: "
+
+    async def sample(*_: object) -> Completion:
+        return completion_of([0, 1])
+
+    agents = make_agents(run)
+    agents.parts.sampling, agents.parts.window = HOW, 100  # type: ignore[misc]
+    agents.parts.dialogue.text_of = lambda ids: "".join(("yes", "\n\n")[at] for at in ids)  # type: ignore[method-assign]
+    agents._sampler.sample = sample  # type: ignore[assignment]
+    turn = asyncio.run(agents.call(None, "Q: ", CallOptions(stop=["\n"])))
+    assert (turn.text, turn.shown_text) == ("Q: yes\n\n", "Q: yes")
 
 
 def test_a_task_judges_the_last_answer_and_all_tokens_are_trained() -> None:

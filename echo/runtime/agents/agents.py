@@ -383,4 +383,5 @@ def _num_hidden(answer: str, completion: Completion, sampling: Sampling) -> int:
         return 0
     if int(completion.token_ids[-1]) in sampling.stop_ids:
         return 0
-    return len(answer) - max(answer.rfind(text) for text in sampling.stop.texts)
+    begin = sampling.stop.begin(completion.token_ids.tolist())
+    return 0 if begin is None else len(answer) - begin
