@@ -527,6 +527,22 @@ def test_logprobs_of_text_have_offsets() -> None:
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
+def test_the_offsets_of_a_long_answer_do_not_hold_up_the_loop() -> None:
+    num_calls = 0
+
+    class Token(str):
+        def __len__(self) -> int:
+            nonlocal num_calls
+            num_calls += 1
+            return super().__len__()
+
+    dialogue: Any = Mock(text_of=lambda ids: Token("ab"), answer_of=lambda ids: "")
+    answer = ChatAnswer(read({"prompt": "1", "logprobs": 0}), dialogue, model="m", call_id="1")
+    [choice] = answer.whole(turn_of([1], [2] * 100, step=3))["choices"]
+    assert choice["logprobs"]["text_offset"] == list(range(0, 200, 2))
+    assert num_calls == 100, "the time of a sum over all earlier tokens grows with the square"
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [

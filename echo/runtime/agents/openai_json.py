@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
@@ -279,7 +280,7 @@ class ChatAnswer:
                 for token, logprob in zip(tokens, logprobs, strict=True)
             ]
             return {"content": rows, "refusal": None}
-        offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+        *offsets, _ = accumulate(map(len, tokens), initial=0)
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,
