@@ -72,7 +72,7 @@ def normalise(answer: str) -> str:
     """
     bare = _UNITS.sub("", answer)
     answer = _THOUSANDS.sub("", bare if re.search(r"\w", bare) else _UNITS.sub(r"\1", answer))
-    answer = answer.strip().strip("*_`").rstrip(".,;").strip()
+    answer = answer.strip().strip("*_`").rstrip("*_`.,;").strip()
     if "e" in answer.lower() and _ANY_NUMBER.fullmatch(answer):
         return _written_out(Decimal(answer))
     return answer

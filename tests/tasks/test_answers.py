@@ -69,6 +69,8 @@ if importlib.util.find_spec("math_verify") is None:
         ("6 * 7 = 42\n#### 42", "42"),
         ("#### 41\nNo, wait.\n#### $42.00.", "42.00"),
         ("####\n1,234,567", "1234567"),
+        ("#### **42**.", "42"),
+        ("#### `1,200`,", "1200"),
         (r"So \boxed{\frac{1}{2}} it is, 3 times", r"\frac{1}{2}"),
         (r"\boxed{12} then \boxed{\text{about } 13}", "13"),
         ("first 3, then 4.5 apples.", "4.5"),
