@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ class EpisodeRunner:
         host: TaskHost,
         text: TextCodec,
         *,
-        max_turns: int,
+        max_turns: Callable[[Example], int],
     ) -> None:
         self._engine = engine
         self._host = host
@@ -173,7 +172,8 @@ class EpisodeRunner:
         plays = [play for group in groups for play in group]
         try:
             self._each(self._begin, plays, watcher)
-            for turn in range(self._max_turns):
+            limits = [self._max_turns(play.opening.example) for play in plays]
+            for turn in range(max(limits, default=0)):
                 # One fault fails the whole group, so its other episodes stop.
                 running = [
                     play
@@ -191,8 +191,7 @@ class EpisodeRunner:
                 for play, completion in zip(running, completions, strict=True):
                     play.add_sampled(completion)
                 running = [play for play in running if not play.fault]
-                is_last = turn + 1 == self._max_turns
-                self._each(partial(self._reply, is_last=is_last), running, watcher)
+                self._each(self._reply, running, watcher)
             self._take_rewards(groups, watcher)
         finally:
             for play in plays:
@@ -230,7 +229,7 @@ class EpisodeRunner:
     def _begin(self, play: _Play) -> None:
         play.episode = self._host.begin(play.opening.example)
 
-    def _reply(self, play: _Play, *, is_last: bool) -> None:
+    def _reply(self, play: _Play) -> None:
         """Send the sampled turn to the environment; append the reply, or end the episode."""
         assert play.episode is not None
         messages = play.episode.reply(self._text.decode(play.turn_ids.tolist()))
@@ -241,7 +240,7 @@ class EpisodeRunner:
         elif messages is None or play.is_cut:
             play.reason = "length"
             self._host.count("env/token_limit")
-        elif is_last:
+        elif play.num_turns == self._max_turns(play.opening.example):
             play.reason = "length"
             self._host.count("env/turn_limit")
         else:
@@ -458,15 +457,18 @@ def make_local_host(section: TaskSection, reward: RewardSection, task: Task) -> 
     )
 
 
-def turns_of(section: TaskSection, task: Task) -> int | None:
-    """Return the largest number of turns in an episode; None if the task has no episodes."""
+def turns_of(section: TaskSection, task: Task) -> Callable[[Example], int] | None:
+    """Return a function: an example -> the largest number of turns in its episodes.
+
+    Return None if the task has no episodes.
+    """
     if not isinstance(task, Environment) or not task.has_turns:
         return None
-    return task.max_turns or section.max_turns
+    return lambda example: task.turn_limit(example) or section.max_turns
 
 
 def make_runner(
-    turns: int | None,
+    turns: Callable[[Example], int] | None,
     host: TaskHost,
     engine: Engine,
     text: TextCodec,

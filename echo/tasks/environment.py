@@ -98,6 +98,13 @@ class Environment(Task):
     def end(self, state: Any) -> Awaitable[None] | None:
         """Release the resources that the state of an episode holds."""
 
+    def turn_limit(self, example: Example) -> int | None:
+        """Return the largest number of the policy's turns in an episode of an example.
+
+        If the result is None, `task.max_turns` applies.
+        """
+        return self.max_turns
+
     def compares_answers(self, example: Example) -> bool:
         """Return False, since an episode's reward does not depend on other episodes."""
         return False

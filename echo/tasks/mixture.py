@@ -98,6 +98,10 @@ class MixtureTask(Environment):
     def rewards(self, example: Example, completions: list[str]) -> Rewards:
         return self.part_of(example).rewards(example, completions)
 
+    def turn_limit(self, example: Example) -> int | None:
+        task = self.part_of(example)
+        return task.turn_limit(example) if isinstance(task, Environment) else None
+
     def begin(self, example: Example) -> Any:
         """Start an episode of the example's task, and return the episode's state."""
         task = self.part_of(example)

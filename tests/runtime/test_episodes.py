@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echo.config.schema import TaskSection
 from echo.core.rollout import PolicyVersion, Rollout
 from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import Completion, FinishReason, Request, Sampling
 from echo.engine.stop_strings import StopStrings
-from echo.runtime.episodes import EpisodeRunner, Opening
+from echo.runtime.episodes import EpisodeRunner, Opening, turns_of
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
-from echo.tasks.task import Example
+from echo.tasks.task import Example, load_task
 from tests.promises.world import StubEngine
 from tests.wire.sets import make_sets
 
@@ -121,7 +122,7 @@ def play(
     lines: Lines,
     *,
     sizes: Sequence[int] = (1,),
-    max_turns: int = 8,
+    max_turns: Callable[[Example], int] = lambda _: 8,
     version: PolicyVersion | None = None,
     sampling: Sampling = SAMPLING,
 ) -> tuple[Results, Script, Counting, InlineHost]:
@@ -206,7 +207,7 @@ def test_a_turn_that_a_stop_string_has_ended_is_closed_by_the_reply() -> None:
 
 
 def test_an_environment_that_never_ends_is_ended_and_counted() -> None:
-    results, engine, _, host = play(lambda member, turn: "x", max_turns=2)
+    results, engine, _, host = play(lambda member, turn: "x", max_turns=lambda _: 2)
     rollout = only(results)
     assert text_of(rollout) == "x|<go on>x|"
     assert (rollout.reward, rollout.finish_reason) == (0.0, "length")
@@ -214,6 +215,21 @@ def test_an_environment_that_never_ends_is_ended_and_counted() -> None:
     assert (counts["env/turn_limit"], counts["env/episodes"], counts["env/turns"]) == (1, 1, 2)
     assert counts["env/tool_calls"] == 0
     assert len(engine.calls) == 2
+
+
+def test_each_task_of_a_mixture_has_its_own_limit_on_turns() -> None:
+    kinds = ("tests.tasks.pool_tasks:Brief", "tests.tasks.pool_tasks:Counting", "addition")
+    task = load_task("mixture", {"tasks": [{"kind": kind} for kind in kinds]})
+    limit = turns_of(TaskSection(max_turns=5), task)
+    assert limit is not None
+    examples = [task.example(index, split="train") for index in range(3)]
+    assert {each.task: limit(each) for each in examples} == {
+        "Brief": 2, "Counting": 5, "addition": 5
+    }  # fmt: skip
+    results, *_ = play(
+        lambda member, turn: "x", sizes=(1, 1), max_turns=lambda example: 1 + example.index
+    )
+    assert [text_of(rollout) for [rollout] in results] == ["x|", "x|<go on>x|"]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +249,7 @@ def test_an_episode_ends_where_its_tokens_do(line: str, text: str) -> None:
 
 def test_members_end_at_different_turns() -> None:
     results, engine, *_ = play(
-        lambda member, turn: count(member, turn if member else 0), sizes=(2,), max_turns=4
+        lambda member, turn: count(member, turn if member else 0), sizes=(2,), max_turns=lambda _: 4
     )
     [group] = results
     assert [rollout.reward for rollout in group] == [1 / 3, 1.0]  # type: ignore[union-attr]

@@ -144,6 +144,12 @@ class Counting(Environment):
         return state["said"] / state["last"]
 
 
+class Brief(Counting):
+    """Gives up after two turns."""
+
+    max_turns = 2
+
+
 class Parting(Environment):
     """Takes its time to say goodbye."""
 

@@ -7,7 +7,7 @@ import bisect
 import datetime
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from echo.runtime.worker.node import WorkerNode, WorkerParts
 from echo.runtime.worker.release import terms_of
 from echo.tasks import tokenization
 from echo.tasks.rewards import LaterHost, TaskHost
-from echo.tasks.task import load_task, task_digests
+from echo.tasks.task import Example, load_task, task_digests
 from echo.weights.manifest import hash_image
 
 
@@ -60,14 +60,15 @@ class WorkerTask:
     """The parts of a task that a worker needs."""
 
     host: TaskHost
-    turns: int | None
-    """Largest number of turns in an episode; None if the task has no episodes."""
+    turns: Callable[[Example], int] | None
+    """Function: an example -> the largest number of turns in its episodes; None if the task has no
+    episodes."""
     digests: dict[str, str]
     """Hashes of the task's code and data on this node, by name."""
 
 
 def make_worker_task(config: Config) -> WorkerTask:
-    """Return the host, the number of turns and the hashes of a worker's task.
+    """Return the host, the limit on turns and the hashes of a worker's task.
 
     Raises:
         ConfigError: if the task cannot be loaded.
