@@ -254,10 +254,12 @@ class ShippedPartials:
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
         """Add to the counters what a worker has counted since its last heartbeat.
 
-        Also set the worker's `num_waiting` from the heartbeat.
+        The first heartbeat adds nothing, because the learner before a resume may have added its
+        counts. Also set the worker's `num_waiting` from the heartbeat.
         """
         counts = message.stats.partials
-        counted = self._counted.get(worker.node_id) or {}
+        counted = self._counted.get(worker.node_id)
+        counted = counts if counted is None else counted
         for name in PARTIAL_COUNTS:
             growth = counts.get(name, 0) - counted.get(name, 0)
             if growth > 0:
