@@ -284,6 +284,27 @@ def test_a_snapshot_shows_every_node_and_at_the_end_what_the_run_has_learned(
     assert all(view.num_tokens > 0 and view.version.startswith("v") for view in views)
 
 
+@pytest.mark.slow
+def test_the_share_of_wasted_tokens_counts_what_workers_sampled_that_are_gone(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(run={"max_steps": 100})
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step >= 10)
+    role = world.node("w1").role
+    role.partial_counts.update(resumed=1, wasted_tokens=role.tokens_sampled // 2)
+    world.run_until(lambda: world.count("learner", "partials/wasted_tokens") > 0)
+    world.kill("w1")
+    world.worker("w2")
+    world.run_until(lambda: "w1" not in world.node("learner").role.roster.nodes)
+    step = world.step
+    world.run_until(lambda: world.step >= step + 2)
+    shares = [row["partials/wasted_ratio"] for row in world.rows if "partials/wasted_ratio" in row]
+    assert shares == sorted(shares, reverse=True), "no more is wasted, and more is sampled"
+    assert shares[0] > 1.5 * shares[-1]
+
+
 # --- metrics of tasks -----------------------------------------------------------------------------
 
 

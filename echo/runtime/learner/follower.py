@@ -174,13 +174,12 @@ class Reporter:
         if not counts["partials/resumed"] and not counts["partials/interrupted"]:
             return {}
         members = role.roster.members("worker")
-        num_sampled = sum(member.stats.tokens_sampled for member in members)
         num_wasted = counts["partials/wasted_tokens"] + counts["partials/masked_tokens"]
         num_wasted += counts["partials/trimmed_tokens"] + role.buffer.num_trimmed_tokens
         return {
             "partials/waiting": sum(member.worker.num_waiting for member in members),
             "partials/mean_age": counts["partials/age_sum"] / max(1, counts["partials/resumed"]),
-            "partials/wasted_ratio": num_wasted / max(1, num_sampled),
+            "partials/wasted_ratio": num_wasted / max(1, counts["tokens/sampled"]),
         }
 
     async def save(self, pool: Pool, *, state: RunState | None = None) -> None:
