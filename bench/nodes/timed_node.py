@@ -66,7 +66,8 @@ class TimedEngine(Engine):
     ) -> list[Completion]:
         version = self._installed
         assert version is not None
-        left_s = self._group_s * self._random.uniform(1 - self._spread, 1 + self._spread)
+        full_s = self._group_s * self._random.uniform(1 - self._spread, 1 + self._spread)
+        num_tokens, num_told, left_s = TOKENS * len(requests), 0, full_s
         call = requests[0].request_id
         self._running[call] = 1
         while left_s > 0 and not watcher.should_stop():
@@ -74,7 +75,10 @@ class TimedEngine(Engine):
             pause_s = min(left_s / share, 0.25)
             time.sleep(pause_s)
             left_s -= pause_s * share
-            watcher.on_tokens(1)
+            # The learner predicts from these when a group will be done.
+            num_made = int(num_tokens * min(1.0, 1 - left_s / full_s))
+            watcher.on_tokens(num_made - num_told)
+            num_told = num_made
         del self._running[call]
         is_whole = left_s <= 0
         completions = [
