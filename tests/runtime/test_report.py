@@ -309,7 +309,7 @@ def test_the_share_of_wasted_tokens_counts_what_workers_sampled_that_are_gone(
 
 
 def test_totals_become_differences_over_all_workers() -> None:
-    metrics = TaskMetrics()
+    metrics = TaskMetrics(is_resumed=False)
     first = {
         "w1": {"env/calls": 10, "env/milliseconds": 500, "refused/stale": 3},
         "w2": {"env/calls": 10, "env/milliseconds": 1500, "env/errors": 2, "env/retries": 1},
@@ -326,11 +326,18 @@ def test_totals_become_differences_over_all_workers() -> None:
     assert metrics.row({"w1": {"env/calls": 3}, "w2": {"env/calls": 11}})["env/calls"] == 1
 
 
+def test_a_resumed_learner_does_not_count_again_what_workers_counted_before() -> None:
+    metrics = TaskMetrics(is_resumed=True)
+    assert metrics.row({"w1": {"env/calls": 5000, "env/errors": 70}}) == {}
+    row = metrics.row({"w1": {"env/calls": 5004, "env/errors": 71}, "learner": {"env/calls": 3}})
+    assert (row["env/calls"], row["env/errors"]) == (7, 1), "its own counts begin at 0"
+
+
 def test_of_workers_that_come_and_go_the_newest_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(report, "MAX_NAMES_KEPT", 2)
-    metrics = TaskMetrics()
+    metrics = TaskMetrics(is_resumed=False)
     for name in ("w1", "w2", "w3"):
         metrics.row({name: {"env/calls": 10}})
     assert metrics.row({"w2": {"env/calls": 11}})["env/calls"] == 1
@@ -364,7 +371,7 @@ def test_a_table_of_many_names_adds_up() -> None:
 
 
 def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -> None:
-    metrics = TaskMetrics()
+    metrics = TaskMetrics(is_resumed=False)
     assert metrics.row({"w1": {"engine/out_of_memory": 0, "refused/stale": 3}}) == {}
     assert metrics.row({"w1": {"engine/out_of_memory": 2}}) == {"engine/out_of_memory": 2}
     second = {"w1": {"engine/out_of_memory": 2, "env/turn_limit": 5}}
@@ -376,7 +383,7 @@ def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -
 
 
 def test_the_trained_share_of_what_agents_sample_is_of_the_last_step() -> None:
-    metrics = TaskMetrics()
+    metrics = TaskMetrics(is_resumed=False)
     counts: dict[str, int] = {"agents/tokens_sampled": 90, "agents/tokens_trained": 30}
     counts |= {"agents/num_episodes": 4, "agents/num_chains": 6}
     first = {"w1": dict(counts), "w2": {}}

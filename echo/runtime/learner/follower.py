@@ -26,6 +26,7 @@ from echo.runtime.learner.report import (
 )
 from echo.runtime.threads import Pool
 from echo.weights.schedule import PublishPace
+from echo.wire.messages import LEARNER_ID
 
 Row = Mapping[str, float | Mapping[str, float] | Mapping[str, str]]
 
@@ -97,8 +98,9 @@ class Reporter:
         self._price_per_h, self._time_of_day = price_per_h, time_of_day
         self._stalls = stalls
         self._log = log
-        self._task_metrics = TaskMetrics()
-        self._links = LinkTraffic(is_resumed=role.step > 0)
+        is_resumed = len(role.lineages) > 1  # also at step 0, without a checkpoint
+        self._task_metrics = TaskMetrics(is_resumed=is_resumed)
+        self._links = LinkTraffic(is_resumed=is_resumed)
         self._has_warned_of_share = False
 
     @property
@@ -148,7 +150,7 @@ class Reporter:
             **{member.node_id: member.stats.refused for member in roster.members("worker")},
         }
         if self._rewards is not None:
-            totals["learner"] = self._rewards.counts()
+            totals[LEARNER_ID] = self._rewards.counts()
         row = self._task_metrics.row(totals)
         share = row.get(TRAINED_SHARE, 1.0)
         if share < MIN_TRAINED_SHARE and not self._has_warned_of_share:

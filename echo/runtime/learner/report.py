@@ -772,7 +772,12 @@ ABANDONED_SHARE = "agents/abandoned_share"
 class TaskMetrics:
     """Computes counts per step from the totals that nodes report about the task's code."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_resumed: bool) -> None:
+        """Count from zero; a resumed learner counts from the workers' first totals.
+
+        Workers continue to count while the learner is away.
+        """
+        self._is_resumed = is_resumed
         self._before: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
         self._seen: set[str] = set()
 
@@ -782,9 +787,10 @@ class TaskMetrics:
         `totals` has each node's running totals by name.
         """
         names = (*COUNTED, MILLISECONDS, *RARE, *AGENT_COUNTS, *EPISODE_COUNTS)
+        before = {node: self._last(node, counts) for node, counts in totals.items()}
         sums = {
             name: sum(
-                _increase((self._before.get(node) or {}).get(name, 0), counts.get(name, 0))
+                _increase(before[node].get(name, 0), counts.get(name, 0))
                 for node, counts in totals.items()
             )
             for name in names
@@ -808,6 +814,13 @@ class TaskMetrics:
         if sums["env/calls"]:
             row["env/latency"] = sums[MILLISECONDS] / sums["env/calls"] / 1000
         return row
+
+    def _last(self, node: str, counts: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the totals of a node at the last call, or those that its counts start from."""
+        known = self._before.get(node)
+        if known is None:
+            return counts if self._is_resumed and node != LEARNER_ID else {}
+        return known
 
 
 def _increase(before: int, now: int) -> int:
