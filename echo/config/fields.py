@@ -24,7 +24,7 @@ from pydantic import (
     PlainSerializer,
 )
 
-from echo.core.paths import MAX_FILE_NAME_BYTES
+from echo.core.paths import MAX_FILE_NAME_BYTES, local_path
 from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
@@ -203,7 +203,7 @@ def read_text(path: Path) -> str:
 def _check_directory(name: str) -> str:
     if any(len(part.encode()) > MAX_FILE_NAME_BYTES for part in name.split("/")):
         raise ValueError(f"a name of more than {MAX_FILE_NAME_BYTES} bytes, which no disk takes")
-    return name
+    return str(local_path(name)) if name.startswith("~") else name
 
 
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
@@ -276,7 +276,7 @@ TaskKind = Annotated[str, AfterValidator(_check_task_kind)]
 """A built-in task's name or the import path of a class."""
 
 Directory = Annotated[str, AfterValidator(_check_directory)]
-"""The path of a directory, which need not exist yet."""
+"""The path of a directory, which need not exist yet. `~` at the beginning is expanded."""
 
 RunName = Annotated[str, AfterValidator(_check_run_name)]
 """The name of a run's directory, without slashes."""

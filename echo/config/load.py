@@ -611,7 +611,7 @@ def check_inherited(config: Config, settings: Mapping[str, Any]) -> list[str]:
     own = _inherited_values(config)
     del own[_TEMPLATE]
     given = config.model.chat_template
-    if given is not None and (given == NO_TEMPLATE or Path(given).exists()):
+    if given is not None and (given == NO_TEMPLATE or local_path(given).exists()):
         # One file serves all machines, and only the learner needs the files that it names.
         own[_TEMPLATE] = _template_text(config)
     return [
@@ -669,7 +669,7 @@ def _template_text(config: Config) -> str | None:
         return None
     if config.model.chat_template == NO_TEMPLATE:
         return ""
-    path = Path(config.model.chat_template)
+    path = local_path(config.model.chat_template)
     where = f"{config.sources.get(_TEMPLATE, 'configuration')}: {_TEMPLATE} = {show(str(path))}"
     try:
         text = read_text(path)

@@ -544,7 +544,7 @@ class NetworkSection(Section):
     enters a region only once."""
     price_per_gb: float = Field(default=0.0, ge=0)
     """Price of 1e9 bytes sent out of this node's region, in any currency."""
-    store_dir: str | None = Field(default=None, min_length=1)
+    store_dir: Directory | None = Field(default=None, min_length=1)
     """Directory for versions, for this node alone. After a restart the node fetches only missing
     parts. Unset: versions are kept in memory."""
     store_bytes: Bytes | None = Field(default=None, ge=1)

@@ -464,6 +464,19 @@ def test_an_empty_chat_template_is_refused(tmp_path: Path) -> None:
         inherited_settings(config)
 
 
+def test_a_path_may_begin_at_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    keys = ("run.dir=~/runs", "network.store_dir=~/store", "model.chat_template=~/own.jinja")
+    config = parse_config({}, keys)
+    assert config.run_dir == tmp_path / "runs" / "run"
+    assert config.network.store_dir == str(tmp_path / "store")
+    assert inherited_settings(config)["model.chat_template"] == "{{ messages }}"
+    assert check_inherited(config, {"model.chat_template": "other"}), "the file is compared"
+
+
 def test_no_chat_template_travels_as_no_text() -> None:
     config = parse_config({"model": {"chat_template": "none"}})
     assert inherited_settings(config)["model.chat_template"] == ""
