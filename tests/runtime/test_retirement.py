@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from dataclasses import replace
@@ -46,6 +47,18 @@ def test_a_command_that_hangs_is_killed_with_its_children(
     assert not run_release(f"(sleep 60; touch {tmp_path}/late) & sleep 60", timeout_s=0.3)
     assert time.monotonic() - began < 30
     assert "was killed" in caplog.text
+
+
+def test_a_command_that_cannot_be_started_leaves_the_machine_to_the_operator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full() -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    assert not run_release("true")
+    assert "on_release could not be started" in caplog.text
+    assert "No usable temporary directory found: the machine may go on billing" in caplog.text
 
 
 @pytest.mark.parametrize(("after_s", "gone_s"), [(60, 60), (1, 10), (7200, 300)])

@@ -74,11 +74,17 @@ async def release(
         timeout_s: seconds after which the command and its child processes are killed.
     """
     log.info("giving the machine back: running worker.on_release")
-    end = await run_shell(command, environment={"ECHO_RELEASE_REASON": reason}, timeout_s=timeout_s)
-    for line in end.lines:
-        log.info("on_release: %s", line)
-    if end.has_succeeded:
-        log.info("on_release %s: the machine is given back", end.outcome)
-        return True
-    log.error("on_release %s: the machine may go on billing; release it yourself", end.outcome)
+    environment = {"ECHO_RELEASE_REASON": reason}
+    try:
+        end = await run_shell(command, environment=environment, timeout_s=timeout_s)
+    except OSError as error:  # no memory for another process, or no space for its output
+        outcome = f"could not be started: {error}"
+    else:
+        for line in end.lines:
+            log.info("on_release: %s", line)
+        if end.has_succeeded:
+            log.info("on_release %s: the machine is given back", end.outcome)
+            return True
+        outcome = end.outcome
+    log.error("on_release %s: the machine may go on billing; release it yourself", outcome)
     return False
