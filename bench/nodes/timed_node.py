@@ -8,6 +8,7 @@ as much longer as there are more of them than `slots`.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -38,7 +39,7 @@ TOKENS = 16
 
 
 class TimedEngine(Engine):
-    """Makes up completions in a given time; versions are taken and not looked at."""
+    """Makes up completions in a given time; a token has the version that is installed meanwhile."""
 
     is_continuous = True
 
@@ -64,10 +65,8 @@ class TimedEngine(Engine):
         watcher: Watcher = UNWATCHED,
         **_: Any,
     ) -> list[Completion]:
-        version = self._installed
-        assert version is not None
         full_s = self._group_s * self._random.uniform(1 - self._spread, 1 + self._spread)
-        num_tokens, num_told, left_s = TOKENS * len(requests), 0, full_s
+        left_s, versions = full_s, list[tuple[int, int]]()
         call = requests[0].request_id
         self._running[call] = 1
         while left_s > 0 and not watcher.should_stop():
@@ -75,14 +74,15 @@ class TimedEngine(Engine):
             pause_s = min(left_s / share, 0.25)
             time.sleep(pause_s)
             left_s -= pause_s * share
+            made = math.floor(TOKENS * min(1.0, 1 - left_s / full_s)) - len(versions)
             # The learner predicts from these when a group will be done.
-            num_made = int(num_tokens * min(1.0, 1 - left_s / full_s))
-            watcher.on_tokens(num_made - num_told)
-            num_told = num_made
+            watcher.on_tokens(made * len(requests))
+            assert self._installed is not None
+            versions += [(self._installed.lineage, self._installed.step)] * made
         del self._running[call]
         is_whole = left_s <= 0
         completions = [
-            made_up(request, 5 + index % 3, version, is_whole=is_whole)
+            made_up(request, 5 + index % 3, versions, is_whole=is_whole)
             for index, request in enumerate(requests)
         ]
         for completion in completions if is_whole else ():
@@ -97,16 +97,16 @@ class TimedEngine(Engine):
 
 
 def made_up(
-    request: Request, token_id: int, version: PolicyVersion, *, is_whole: bool
+    request: Request, token_id: int, versions: Sequence[tuple[int, int]], *, is_whole: bool
 ) -> Completion:
     """Return a completion of so many tokens, or one that was stopped before its first."""
     num_tokens = TOKENS - len(request.prefix_ids) if is_whole else 0
-    versions = np.tile(np.array([version.lineage, version.step], np.int32), (num_tokens, 1))
+    versions = versions[TOKENS - num_tokens :]
     return Completion(
         request_id=request.request_id,
         token_ids=np.full(num_tokens, token_id, dtype=np.int32),
         logprobs=np.full(num_tokens, -2.5, dtype=np.float32),
-        policy_versions=versions,
+        policy_versions=np.array(versions, np.int32).reshape(-1, 2),
         finish_reason="length" if is_whole else "abort",
     )
 
