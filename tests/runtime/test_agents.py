@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import UNWATCHED, Completion, Request, Sampling
-from echo.runtime.agents.agents import Agents, CallOptions
+from echo.runtime.agents.agents import Agents, CallOptions, StoppingError
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
 from echo.runtime.agents.openai_json import (
@@ -137,19 +137,34 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
 
 
-def test_an_agent_sees_no_part_of_the_stop_string_that_a_token_completes_twice() -> None:
-    async def run(*_: object) -> tuple[np.ndarray, None, str]:
-        return PROMPT, None, "Q: "
-
-    async def sample(*_: object) -> Completion:
-        return completion_of([0, 1])
-
-    agents = make_agents(run)
+def sample_at(agents: Agents, *completions: Completion) -> None:
+    """Let an engine answer calls, of which the texts are "yes" and a token of two line ends."""
     agents.parts.sampling, agents.parts.window = HOW, 100  # type: ignore[misc]
+    agents.parts.max_session_tokens = 50  # type: ignore[misc]
     agents.parts.dialogue.text_of = lambda ids: "".join(("yes", "\n\n")[at] for at in ids)  # type: ignore[method-assign]
-    agents._sampler.sample = sample  # type: ignore[assignment]
+    agents._sampler.sample = AsyncMock(side_effect=completions)  # type: ignore[method-assign]
+
+
+async def run_question(*_: object) -> tuple[np.ndarray, None, str]:
+    return PROMPT, None, "Q: "
+
+
+def test_an_agent_sees_no_part_of_the_stop_string_that_a_token_completes_twice() -> None:
+    agents = make_agents(run_question)
+    sample_at(agents, completion_of([0, 1]))
     turn = asyncio.run(agents.call(None, "Q: ", CallOptions(stop=["\n"])))
     assert (turn.text, turn.shown_text) == ("Q: yes\n\n", "Q: yes")
+
+
+def test_a_leaving_worker_answers_the_sessions_that_are_open() -> None:
+    agents = make_agents(run_question)
+    session = begin_with(agents, lease_of(3))
+    agents.close()
+    sample_at(agents, completion_of([0]))
+    turn = asyncio.run(agents.call(session.session_id, "Q: ", CallOptions()))
+    assert session.turns == [turn]
+    with pytest.raises(StoppingError, match="starts or stops"):
+        asyncio.run(agents.call(None, "Q: ", CallOptions()))
 
 
 def test_a_task_judges_the_last_answer_and_all_tokens_are_trained() -> None:

@@ -145,7 +145,10 @@ class Agents:
             self._demand()
 
     def close(self) -> None:
-        """Stop beginning episodes, and drop the leases that have no session."""
+        """Stop beginning episodes, and drop the leases that have no session.
+
+        Calls of open sessions are still answered.
+        """
         self._is_over = True
         for lease in self._episodes.leases:
             if not self._episodes.has_sessions(lease):
@@ -279,7 +282,8 @@ class Agents:
                 context leaves no space for an answer, or if the worker cannot sample now.
             EchoError: if the prompt or the engine fails.
         """
-        if self._is_over or self.role.installed_version is None:
+        is_closed = self._is_over and session_id is None  # open sessions go on to their ends
+        if is_closed or self.role.installed_version is None:
             raise StoppingError("no weights to sample from: this worker starts or stops; try again")
         session = self._session_of(session_id)
         known = [] if session is None else list(session.turns)
