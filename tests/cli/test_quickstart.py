@@ -368,13 +368,17 @@ def test_who_ends_the_quickstart_ends_its_learner(number: int) -> None:
 
 def test_a_learner_whose_workers_have_all_failed_is_ended(tmp_path: Path) -> None:
     output = tmp_path / "w1.stderr"
-    output.write_text("Traceback\nModuleNotFoundError: No module named 'x'\n")
+    # Square brackets are no markup of rich, which would leave them out or raise an error.
+    output.write_text("Traceback\nValueError: [eval] has no key '[/x]'\n")
     learner, failing = start("learner", PATIENT), start("w1", "import sys\nprint()\nsys.exit(3)")
     node = replace(failing, output=output)
     console = Console(record=True, width=80, stderr=True)
     assert wait_for(learner, [node], console) == 7
     told = console.export_text()
-    assert f"w1 ended with code 3: ModuleNotFoundError: No module named 'x'; see {tmp_path}" in told
+    assert f"w1 ended with code 3: ValueError: [eval] has no key '[/x]'; see {tmp_path}" in told
+    quickstart.report_failure(3, [node], {node: "w1 said [eval]"}, tmp_path / "[run]", console)
+    assert "w1 said [eval]\n" in (told := console.export_text())
+    assert "[run]/logs" in told.replace("\n", "")
 
 
 class Small:

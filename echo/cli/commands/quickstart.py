@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from echo.cli import interrupts
 from echo.cli.commands.node import read_run_file, report_finished, show_summary
@@ -429,16 +430,16 @@ def report_failure(
         console: gets the text.
     """
     for end in failed.values():  # the learner's view has hidden earlier lines
-        console.print(f"[yellow]{end}[/]", soft_wrap=True)
+        console.print(Text(end, "yellow"), soft_wrap=True)
     is_killed = code == 128 + signal.SIGKILL
     if not interrupts.is_interruption(code):
         how = "was killed" if is_killed else f"ended with code {code}"
-        console.print(f"[red]the learner {how}[/]; its log: {run_dir}/logs")
+        console.print(Text.assemble((f"the learner {how}", "red"), f"; its log: {run_dir}/logs"))
         if not is_killed:
             return code
     if (run_dir / "config.json").exists():
         line = f"{command('quickstart')} --resume {run_dir}"
-        console.print(f"stopped before the end; to go on: {line}", soft_wrap=True)
+        console.print(Text(f"stopped before the end; to go on: {line}"), soft_wrap=True)
     has_worker = any(node.role == "worker" and node not in failed for node in nodes)
     return code if has_worker else 1
 
@@ -536,7 +537,7 @@ def wait_for(learner: NodeProcess, nodes: Sequence[NodeProcess], console: Consol
         for node in nodes:
             if node.name not in reported and (end := describe_end(node)):
                 reported.add(node.name)
-                console.print(f"[yellow]{end}[/]", soft_wrap=True)
+                console.print(Text(end, "yellow"), soft_wrap=True)
         if not is_alone and workers <= reported:
             is_alone = True
             learner.process.terminate()
