@@ -125,6 +125,18 @@ def test_every_task_has_its_configuration_and_other_things_to_try(task: str, bou
     assert f"--config {config.run_dir}/config.json --dry-run" in third
 
 
+def test_suggested_commands_quote_a_directory_with_a_space(tmp_path: Path) -> None:
+    overrides = ["model.name=x", f"run.dir={tmp_path}/my runs", "run.name=a"]
+    config = load_config(find_config("quickstart.toml"), overrides, "learner")
+    saved = config.run_dir / "config.json"
+    assert str(saved) in shlex.split(next_commands(config)[2], comments=True)
+    saved.parent.mkdir(parents=True)
+    saved.touch()
+    console = Console(record=True, width=80, stderr=True)
+    quickstart.report_failure(130, [], {}, config.run_dir, console)
+    assert shlex.split(console.export_text())[-1] == str(config.run_dir)
+
+
 def test_two_quickstarts_started_at_once_share_neither_name_nor_ports(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with socket.socket() as taken, ExitStack() as held:

@@ -438,7 +438,7 @@ def report_failure(
         if not is_killed:
             return code
     if (run_dir / "config.json").exists():
-        line = f"{command('quickstart')} --resume {run_dir}"
+        line = f"{command('quickstart')} --resume {shlex.quote(str(run_dir))}"
         console.print(Text(f"stopped before the end; to go on: {line}"), soft_wrap=True)
     has_worker = any(node.role == "worker" and node not in failed for node in nodes)
     return code if has_worker else 1
@@ -455,11 +455,11 @@ def next_commands(config: Config) -> list[str]:
         what = f"--model {shlex.quote(config.model.name or SMOLLM2)}"
         last = f"{quickstart}   # the small model, which takes half a minute"
     bound, why = (0, "on-policy") if config.sync.max_staleness else (3, "with older rollouts")
+    saved = shlex.quote(str(config.run_dir / "config.json"))
     return [
         f"{quickstart} {what} --set sync.max_staleness={bound}   # {why}, to compare",
         last,
-        f"{node} --role learner --config {config.run_dir / 'config.json'} --dry-run   "
-        "# all settings",
+        f"{node} --role learner --config {saved} --dry-run   # all settings",
     ]
 
 
