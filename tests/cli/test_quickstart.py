@@ -230,6 +230,20 @@ def test_a_run_under_way_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFi
     assert path.read_bytes() == before
 
 
+def test_a_run_that_was_moved_is_not_taken_for_the_run_that_is_in_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "run_nodes", lambda *_, **__: 0)
+    path = begun_run(tmp_path / "run", listen="tcp://127.0.0.1:7700")
+    assert main(["--resume", str(path.parent)]) == 0
+    moved = path.parent.rename(tmp_path / "moved")
+    assert main(["--resume", str(moved)]) == 2
+    assert (
+        f"moved: run.dir and run.name place the run in {tmp_path / 'run'};"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_run_whose_name_is_a_number_keeps_it(tmp_path: Path) -> None:
     table = {"run": {"dir": str(tmp_path), "name": "2026"}}
     with ExitStack() as held:

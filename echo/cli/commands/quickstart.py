@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             config = read_run_file(config_path, arguments.set, "learner")
             check_addresses(config)
+            check_place(arguments.resume, config)
             if report_finished(config):
                 return 0
             with ExitStack() as held:
@@ -263,6 +264,22 @@ def check_addresses(config: Config) -> None:
             f"--set {', '.join(given)}: the quickstart joins its processes itself, at free ports "
             f"of this machine; leave it out, or start each process with {command('node')} at "
             "addresses of your own (docs/two-machines.md)"
+        )
+
+
+def check_place(run_dir: Path, config: Config) -> None:
+    """Refuse to resume a run whose configuration places it in another directory.
+
+    Otherwise another run would go on, or the keys of a new run would be written.
+
+    Raises:
+        ConfigError: if the configuration's directory is not `run_dir`.
+    """
+    if config.run_dir.resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"--resume {run_dir}: run.dir and run.name place the run in "
+            f"{config.run_dir.absolute()}; move it back there, or start this command in the "
+            "directory in which the run began"
         )
 
 
