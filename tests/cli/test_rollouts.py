@@ -141,6 +141,30 @@ def test_a_row_has_the_parts_of_each_version(run: Path, capsys: pytest.CaptureFi
     assert (first["staleness_min"], first["staleness_max"], first["step"]) == (1, 2, 6)
 
 
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_a_character_that_two_versions_sampled_is_whole(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo.cli.commands.rollouts.load_tokenizer", lambda _: Bytes())
+    group = make_group(2, "1", {"0046": 1.0, "0047": 0.0})
+    ids = np.array([*"aé!".encode()], np.int32)  # é is a token of v3 and one of v4
+    rollout = dataclasses.replace(group.rollouts[0], token_ids=ids)
+    ledger = Ledger(run, spool_bytes=1 << 20)
+    group = dataclasses.replace(group, rollouts=(rollout, group.rollouts[1]))
+    ledger.store(group, *encode_group(group))
+    ledger.commit()
+    ledger.close()
+    row, _ = rows(capsys, run, "--group", "2")
+    assert row["completion"] == "aé!"
+    assert [part["text"] for part in row["parts"]] == ["a", "é!"]  # type: ignore[attr-defined]
+
+
 def test_chains_of_a_rollout_say_what_they_follow(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.records.ledger import StoredGroup, read_group, read_records, stored_groups
 from echo.records.run_files import read_config
-from echo.tasks.tokenization import load_tokenizer
+from echo.tasks.tokenization import UNKNOWN, load_tokenizer
 from echo.ui.rollouts import Part, ShownRollout, render
 
 if TYPE_CHECKING:
@@ -200,6 +200,8 @@ def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
             number = len(list(tokens))
             end += number
             text = decode(before + ids[num_prompt + piece.start : num_prompt + end])
+            if end < piece.end:  # a character that the next part completes is in the next part
+                text = text.rstrip(UNKNOWN)
             yield Part(
                 text=text[len(shown) :],
                 num_tokens=number,
