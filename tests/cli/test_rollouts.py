@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echo.cli.commands.rollouts import main
+from echo.cli.commands.rollouts import decoder_of, main
 from echo.core.reward_parts import PartedReward
 from echo.core.rollout import Group, Rollout
 from echo.engine.model import build_tokenizer
 from echo.records import ledger as ledger_module
 from echo.records.ledger import GROUPS, Began, Ledger
+from echo.tasks.tokenization import UNKNOWN
 from echo.ui.report.run import read_run
 from echo.wire.codec import encode_group
 
@@ -144,6 +145,9 @@ def test_a_row_has_the_parts_of_each_version(run: Path, capsys: pytest.CaptureFi
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
+    def __len__(self) -> int:
+        return 256
+
     def decode(self, ids: list[int], **_: object) -> str:
         return bytes(ids).decode(errors="replace")
 
@@ -163,6 +167,12 @@ def test_a_character_that_two_versions_sampled_is_whole(
     row, _ = rows(capsys, run, "--group", "2")
     assert row["completion"] == "aé!"
     assert [part["text"] for part in row["parts"]] == ["a", "é!"]  # type: ignore[attr-defined]
+
+
+def test_an_id_that_the_tokenizer_lacks_is_seen(run: Path) -> None:
+    tokenizer = build_tokenizer()
+    ids = [*tokenizer("12", add_special_tokens=False)["input_ids"], len(tokenizer)]
+    assert decoder_of(run)(ids) == f"12{UNKNOWN}", "as the reward gets it"
 
 
 def test_chains_of_a_rollout_say_what_they_follow(
@@ -197,6 +207,9 @@ def test_a_parquet_file_has_the_same_rows(run: Path, capsys: pytest.CaptureFixtu
 
 class Hostile:
     """A tokenizer whose text rings, moves the cursor and breaks lines."""
+
+    def __len__(self) -> int:
+        return 1 << 20
 
     def decode(self, ids: list[int], **_: object) -> str:
         return "\x1b[2J\a\nx" if ids else ""

@@ -26,6 +26,7 @@ from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
 from echo.records.ledger import StoredGroup, read_group, read_records, stored_groups
 from echo.records.run_files import read_config
+from echo.tasks import tokenization
 from echo.tasks.tokenization import UNKNOWN, load_tokenizer
 from echo.ui.rollouts import Part, ShownRollout, render
 
@@ -285,7 +286,7 @@ def decoder_of(run_dir: Path) -> Decode:
         DataError: if the tokenizer is not on this machine.
     """
     tokenizer = load_tokenizer(_model_dir(run_dir))
-    return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    return lambda ids: tokenization.decode(tokenizer, ids, ())
 
 
 def _model_dir(run_dir: Path) -> Path:
