@@ -287,8 +287,9 @@ class Roster:
         self.uplinks: RecentMap[str, float] = RecentMap(max_entries=MAX_NAMES_KEPT)
         """For each node id, the bytes per second that the node can send, according to its last
         heartbeat."""
-        self._holds: RecentMap[str, Hold] = RecentMap(max_entries=MAX_NAMES_KEPT)
-        """For each node id, what the operator has chosen for the node."""
+        self._holds: RecentMap[str, tuple[Hold, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
+        """For each node id, what the operator has chosen for the node, and the incarnation that the
+        node had then."""
         self._left: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
         """For each node id of a worker that has left, the counters that the worker reported
         last."""
@@ -341,8 +342,6 @@ class Roster:
         """
         if to is Presence.UNKNOWN:
             del self.nodes[member.node_id]
-            if member.hold == "drain":  # a process that is started again is wanted
-                self._holds.discard(member.node_id)
             if member.role == "worker":
                 self._left[member.node_id] = member.stats.refused
         elif self.nodes.get(member.node_id) is not member:
@@ -365,16 +364,20 @@ class Roster:
         The choice also applies to later processes with this name. After a drain, the choice ends
         with the present process.
         """
+        member = self.nodes.get(node_id)
         if hold is None:
             self._holds.discard(node_id)
         else:
-            self._holds[node_id] = hold
-        if (member := self.nodes.get(node_id)) is not None:
+            self._holds[node_id] = hold, "" if member is None else member.incarnation
+        if member is not None:
             self._obey(member)
 
     def _obey(self, member: Member) -> None:
-        member.hold = self._holds.get(member.node_id)
-        member.node.is_standby = member.hold is not None
+        hold, incarnation = self._holds.get(member.node_id) or (None, "")
+        if hold == "drain" and incarnation != member.incarnation:
+            hold = None  # a process that is started again is wanted
+        member.hold = hold
+        member.node.is_standby = hold is not None
 
     def is_drained(self, member: Member, num_leases: int) -> bool:
         """Return whether a node that is being drained may leave.

@@ -60,6 +60,26 @@ def test_names_that_a_member_makes_up_are_bounded_until_they_fall_silent(
     assert hello(roster, "i1", now=10.5, name="x2") == "new"
 
 
+def test_a_drain_is_of_the_process_and_a_standby_of_the_name(roster: Roster) -> None:
+    for name, hold in (("w1", "drain"), ("w2", "standby")):
+        hello(roster, "i1", now=0.0, name=name)
+        roster.hold(name, hold)  # type: ignore[arg-type]
+
+    def holds() -> list[str | None]:
+        return [roster.nodes[name].hold for name in ("w1", "w2")]
+
+    for name in ("w1", "w2"):
+        assert hello(roster, "i2", now=5.0, name=name) == "restarted"
+    assert holds() == [None, "standby"], "who is started again is wanted, also within dead_after_s"
+    assert not roster.nodes["w1"].is_standby
+    roster.hold("w1", "drain")
+    for member in roster.take_silent(now=16.0):
+        roster.move(member, Presence.UNKNOWN)
+    for name in ("w1", "w2"):
+        assert hello(roster, "i2", now=20.0, name=name) == "new"
+    assert holds() == ["drain", "standby"], "the same process comes back after an outage"
+
+
 def test_rates_are_of_the_last_ten_seconds(roster: Roster) -> None:
     hello(roster, "i1", now=0.0)
     member = roster.nodes["w1"]
