@@ -68,7 +68,8 @@ def _groups(last: Sequence[MetricsRow]) -> str:
     if useful is None or right is None or wrong is None:
         return ""
     return (
-        f"{useful:.0%} in the last {len(last)} steps ({right:.0%} all right, {wrong:.0%} all wrong)"
+        f"{useful:.0%} in the last {len(last)} steps (rewards all equal: {right:.0%} above 0, "
+        f"{wrong:.0%} at 0 or less)"
     )
 
 
@@ -181,6 +182,8 @@ class RunSummary:
     """Mean reward of the last steps; None if it is not finite."""
     eval_before: Evaluation | None
     eval_after: Evaluation | None
+    evals_are_rates: bool
+    """Whether every reward of every evaluation was 0 or 1."""
     staleness_tokens: dict[int, int]
     """For each staleness, the number of trained tokens, according to the ledger."""
     num_trained: int
@@ -269,6 +272,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
         reward_after=fmean(rewards[-num_reward_steps:]) if rewards else None,
         eval_before=history.evaluations[0] if history.evaluations else None,
         eval_after=history.evaluations[-1] if history.evaluations else None,
+        evals_are_rates=history.evals_are_rates,
         staleness_tokens=dict(sorted(ledger.staleness_tokens.items())),
         num_trained=ledger.num_trained,
         discarded=ledger.discarded,
@@ -328,7 +332,7 @@ def _before_and_after(summary: RunSummary) -> Table:
         note = f"steps {before.step}, {after.step}"
         if before.num_errors or after.num_errors:
             note += f"; {before.num_errors}, {after.num_errors} rewards failed"
-        name = held_out(before.is_rate and after.is_rate)
+        name = held_out(summary.evals_are_rates)
         _add_change(table, f"{name}, sampled", before.sampled, after.sampled, note)
         _add_change(table, f"{name}, greedy", before.greedy, after.greedy, note)
     if summary.reward_before is not None and summary.reward_after is not None:

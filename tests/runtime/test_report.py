@@ -29,7 +29,12 @@ from echo.runtime.learner.report import (
     TaskMetrics,
     largest,
 )
-from echo.runtime.learner.versions.evaluation import Evaluations, EvaluationSchedule, Evaluator
+from echo.runtime.learner.versions.evaluation import (
+    EvalResult,
+    Evaluations,
+    EvaluationSchedule,
+    Evaluator,
+)
 from echo.tasks.rewards import InlineHost, Limits
 from echo.tasks.task import Example, Task
 from echo.wire.messages import NodeStats
@@ -443,6 +448,11 @@ def make_evaluator(
     )
 
 
+def line(result: EvalResult) -> str:
+    """The log line of the first evaluation of a run."""
+    return result.describe(is_rate=result.is_rate)
+
+
 def test_the_mean_of_rewards_that_are_not_0_or_1_is_no_pass_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -452,7 +462,7 @@ def test_the_mean_of_rewards_that_are_not_0_or_1_is_no_pass_rate(
     metrics = result.metrics("same")
     assert (metrics["eval/same/reward"], metrics["eval/same/greedy"]) == (0.5, 0.5)
     assert "eval/same/pass@1" not in metrics
-    assert str(result) == "evaluation of v7: held-out reward 0.500 sampled, 0.500 greedy"
+    assert line(result) == "evaluation of v7: held-out reward 0.500 sampled, 0.500 greedy"
 
 
 def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
@@ -465,7 +475,7 @@ def test_both_rates_are_means_and_a_failed_reward_counts_as_zero() -> None:
         "eval/version": 7,
         "eval/reward_errors": 2,
     }
-    assert str(result).startswith(
+    assert line(result).startswith(
         "evaluation of v7: held-out pass rate 0.250 sampled, 0.750 greedy; 2 of 8 rewards failed "
         "and count as 0: Same.reward on heldout example 3 raised RuntimeError: no idea"
     )
@@ -481,7 +491,7 @@ def test_several_answers_to_a_prompt_tell_what_the_best_of_some_would_be() -> No
     assert row["eval/same/pass@2"] == pytest.approx(1 - 3 * 2 / (6 * 5))
     found = [row[f"eval/same/pass@{k}"] for k in (1, 4, 6)]
     assert found == pytest.approx([0.5, 1.0, 1.0])
-    assert "0.500 sampled, 1.000 greedy, pass@6 1.000 [" in str(result)
+    assert "0.500 sampled, 1.000 greedy, pass@6 1.000 [" in line(result)
 
 
 def test_answers_without_an_opinion_are_in_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,18 +501,19 @@ def test_answers_without_an_opinion_are_in_no_mean(monkeypatch: pytest.MonkeyPat
     assert result is not None
     assert (result.sampled, result.greedy, result.is_rate) == (0.5, 0.5, False)
     assert result.metrics("same")["eval/no_opinion"] == 2
-    assert "(no opinion on 2 of 4 answers)" in str(result)
+    assert "(no opinion on 2 of 4 answers)" in line(result)
     nothing = make_evaluator(prompts=[0]).evaluate(PolicyVersion(1, 7), {})
     assert nothing is not None
     assert not nothing.has_figure
-    assert str(nothing) == "evaluation of v7: no figure (no opinion on 2 of 2 answers)"
+    assert line(nothing) == "evaluation of v7: no figure (no opinion on 2 of 2 answers)"
 
 
 def test_an_evaluation_whose_rewards_all_fail_has_no_figure() -> None:
     result = make_evaluator(prompts=[3, 3]).evaluate(PolicyVersion(1, 0), {})
     assert result is not None
     assert result.metrics("same") == {"eval/version": 0, "eval/reward_errors": 4}
-    assert str(result).startswith("evaluation of v0: no figure, 4 of 4 rewards failed: Same.reward")
+    expected = "evaluation of v0: no figure, 4 of 4 rewards failed: Same.reward"
+    assert line(result).startswith(expected)
 
 
 class NoProbabilities(EchoEngine):
@@ -519,7 +530,7 @@ def test_an_evaluation_of_a_model_that_gives_no_probabilities_says_so() -> None:
     assert result is not None
     assert not result.has_figure
     what = "8 of 8 rewards failed: the model gave a log-probability of nan at token 0 of request "
-    assert f"{what}eval.3.0: the weights hold NaN" in str(result)
+    assert f"{what}eval.3.0: the weights hold NaN" in line(result)
 
 
 @pytest.mark.parametrize("after", [0, 3, 6, 99])
@@ -556,6 +567,47 @@ def test_one_that_runs_is_not_joined_by_another() -> None:
     ] == [0, 3]
 
 
+def make_evaluations(evaluator: Any, progress: Any, run: Callable[..., Any]) -> Evaluations:
+    return Evaluations(
+        evaluator,
+        EvaluationSchedule(interval_steps=1, max_steps=4),
+        progress,
+        Mock(),
+        None,
+        task_kind="addition",
+        pool=Mock(run=run),
+        spawn=lambda work, name: asyncio.create_task(work, name=name),
+        scored=None,
+        should_stop=lambda: False,
+        log=logging.getLogger(),
+    )
+
+
+def test_rewards_that_are_0_or_1_by_chance_make_no_pass_rate_of_the_score(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rewards = iter([0.5] * 8 + [1.0] * 8)
+    monkeypatch.setattr(Same, "reward", lambda self, example, completion: next(rewards))
+
+    async def run(function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def scenario() -> None:
+        progress = Progress(staleness_tokens={}, now=0.0)
+        evaluations = make_evaluations(make_evaluator(), progress, run)
+        for step in (1, 2):
+            version = PolicyVersion(1, step)
+            await evaluations.finish(Mock(manifest=Mock(version=version), tensors=dict))
+
+    asyncio.run(scenario())
+    lines = [record.getMessage().rpartition(", in")[0] for record in caplog.records]
+    assert lines == [
+        "evaluation of v1: held-out reward 0.500 sampled, 0.500 greedy",
+        "evaluation of v2: held-out reward 1.000 sampled, 1.000 greedy",
+    ]
+
+
 def test_the_end_waits_for_the_evaluation_that_runs_and_repeats_none() -> None:
     evaluated: list[int] = []
 
@@ -569,19 +621,7 @@ def test_the_end_waits_for_the_evaluation_that_runs_and_repeats_none() -> None:
             await gate.wait()
             function()
 
-        evaluations = Evaluations(
-            Mock(evaluate=evaluate),
-            EvaluationSchedule(interval_steps=1, max_steps=4),
-            Mock(),
-            Mock(),
-            None,
-            task_kind="addition",
-            pool=Mock(run=run),
-            spawn=lambda work, name: asyncio.create_task(work, name=name),
-            scored=None,
-            should_stop=lambda: False,
-            log=logging.getLogger(),
-        )
+        evaluations = make_evaluations(Mock(evaluate=evaluate), Mock(), run)
         last = Mock(manifest=Mock(version=PolicyVersion(1, 3)))
         evaluations.published(last)
         at_the_end = asyncio.create_task(evaluations.finish(last))

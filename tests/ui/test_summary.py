@@ -92,6 +92,16 @@ def test_a_bound_that_moved_is_told_with_its_range_and_its_end(make_run: MakeRun
     assert "mean 0.25, at most 1, bound 0 to 2, 1 in the end" in as_text(summary, width=400)
 
 
+def test_no_score_is_a_pass_rate_where_one_evaluation_had_other_rewards(make_run: MakeRun) -> None:
+    run_dir = make_run(num_steps=4)
+    with MetricsWriter(run_dir) as writer:
+        row = {"eval/addition/reward": 0.4, "eval/addition/greedy": 0.45, "eval/version": 3}
+        writer.write(3, row, at=1003.0)
+    text = as_text(summarise_run(run_dir), width=400)
+    assert "held-out reward, sampled" in text
+    assert "pass rate" not in text
+
+
 def test_tokens_thrown_away_for_age_are_counted_over_a_resume(make_run: MakeRun) -> None:
     run_dir = make_run(num_steps=4)
     write_ledger(run_dir, [{"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}])
@@ -141,7 +151,9 @@ def test_groups_and_ratios_are_those_of_the_end() -> None:
     end = {"groups/useful": 0.6, "groups/all_right": 0.3, "groups/all_wrong": 0.1, "ess": 0.98}
     end |= {"mismatch_kl": 0.0012, "clip_ratio/mean": 0.034}
     found = facts(start, end, end)
-    assert found["useful groups"] == "60% in the last 2 steps (30% all right, 10% all wrong)"
+    assert found["useful groups"] == (
+        "60% in the last 2 steps (rewards all equal: 30% above 0, 10% at 0 or less)"
+    )
     assert found["off-policy"] == "ess 0.98, mismatch KL 0.0012, clipped 3.4% in the last 2 steps"
 
 

@@ -138,9 +138,13 @@ class EvalResult:
                     row[f"eval/{task_name}/pass@{k}"] = value
         return row
 
-    def __str__(self) -> str:
-        figure = f"{held_out(self.is_rate)} {self.sampled:.3f} sampled, {self.greedy:.3f} greedy"
-        if self.is_rate and self.scores.num_samples > 1:
+    def describe(self, *, is_rate: bool) -> str:
+        """Return a log line.
+
+        If `is_rate` is true, every reward of all evaluations of the run so far was 0 or 1.
+        """
+        figure = f"{held_out(is_rate)} {self.sampled:.3f} sampled, {self.greedy:.3f} greedy"
+        if is_rate and self.scores.num_samples > 1:
             k = self.scores.num_samples
             figure += f", pass@{k} {self.scores.pass_at(k)}"
         if not self.has_figure:
@@ -474,5 +478,7 @@ class Evaluations:
         if self._samples is not None:
             self._samples.write(version.step, result.samples)
         level = logging.WARNING if result.num_reward_errors else logging.INFO
-        self._log.log(level, "%s, in %s", result, format_duration(seconds))
+        # One evaluation may have no reward but 0 and 1 by chance.
+        text = result.describe(is_rate=result.is_rate and self._progress.curves.evals_are_rates)
+        self._log.log(level, "%s, in %s", text, format_duration(seconds))
         return result.sampled if result.has_figure else None
