@@ -400,7 +400,12 @@ def test_another_plan_is_due_only_where_versions_take_long() -> None:
     assert not planning.is_due(now=5.0 + REPLAN_S - 0.1)
     assert planning.is_due(now=5.0 + REPLAN_S)
     small = make_planner(payload_bytes=1000)
-    plans_of(small, member("w0"), now=5.0)
+    plans_of(small, member("w0", uplink_bytes_per_s=None), now=5.0)
+    assert not small.is_due(now=1e6)
+    # The forecast was made without this uplink, which may be slow.
+    small.learn(NodeStats(uplink_bytes_per_s=100.0), former=NodeStats())
+    assert small.is_due(now=5.0 + NEWS_S)
+    plans_of(small, member("w0", uplink_bytes_per_s=1 * MB), now=7.0)
     assert not small.is_due(now=1e6)
 
 

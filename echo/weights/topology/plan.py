@@ -12,8 +12,8 @@ fastest remaining plan, take the cheapest: the plan with the fewest paid bytes, 
 copies from the learner. So the learner usually sends a version once.
 
 **Replan.** The learner's `Planner` makes a plan when a node joins, leaves, or sends wrong chunks.
-Each transfer measures the links again. So if broadcasts take longer than WORTHWHILE_S, a plan is
-also made every REPLAN_S.
+Each transfer measures the links again. So if broadcasts should take longer than WORTHWHILE_S, a
+plan is also made every REPLAN_S.
 
 A node that changes its parent during a broadcast loses time and the chunks under way. So during a
 broadcast a new plan must save more time (BUSY_GAIN). A plan is also made just before a version is
@@ -524,6 +524,11 @@ MIN_GAIN, BUSY_GAIN = 0.03, 0.1
 The first value applies between broadcasts, the second during a broadcast.
 """
 WORTHWHILE_S = 0.5
+"""If broadcasts take less than this time, in seconds, no plan is made because of measurements.
+
+Versions are then fast under any plan: a plan that is faster by INSIGNIFICANT_S counts as equal. But
+small rates that vary would change parents, and a new parent costs a connection.
+"""
 MAX_REBUILT = 64
 """Largest number of nodes for which a plan is made from scratch when a serving node joins or
 leaves.
@@ -608,7 +613,10 @@ class Planner:
             now: the present time.
             is_between: whether one version has been sent completely and the next will be sent soon.
         """
-        if self.topology is None or self.topology.predicted_s < WORTHWHILE_S:
+        if self.topology is None:
+            return False
+        # A forecast from before an uplink was measured may be wrong by any factor.
+        if self.topology.predicted_s < WORTHWHILE_S and not self.has_news:
             return False
         if self.has_news and is_between:
             return True
