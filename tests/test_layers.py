@@ -117,7 +117,7 @@ OWNED = (
         "a thread",
         rooms=("tasks", "engine", "runtime"),  # of the last see BLOCKING
         others={
-            "cli/interrupts.py": "ends the process where something else keeps it",
+            "cli/interrupts.py": "ends the process where something keeps it, or with its parent",
             "net/zmq.py": "the end of ZeroMQ's context, which waits for what lingers",
             "train/ranks/sharded_images.py": "codes on a rank's cores, for the learner's thread",
             "ui/live.py": "draws, so that nobody waits for a terminal",

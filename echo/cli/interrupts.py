@@ -14,12 +14,21 @@ import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+STARTED_BY = "ECHO_STARTED_BY"
+"""The environment variable in which the quickstart gives its process id to the nodes it starts."""
+LOOK_S = 5.0
+"""Seconds between two checks whether the process that started this process is still there."""
+SAVE_S = 10.0
+"""Seconds from the first SIGTERM to the second if a node is to end without its learner. In this
+time a worker stops its engine and saves rollouts. More time would not help: the learner has ended
+and acknowledges no more rollouts."""
 HURRY_S = 5.0
 """Seconds within which a process must end after a signal to stop immediately."""
 
@@ -119,6 +128,25 @@ def leave_terminal() -> None:
             with suppress(OSError):
                 if stat.S_ISCHR(os.fstat(stream).st_mode):
                     os.dup2(nowhere, stream)
+
+
+def end_with_parent() -> None:
+    """End this process when the quickstart that started it is gone, as after SIGKILL.
+
+    Nobody else would end it: without its learner a node of a quickstart waits for hours. A process
+    that no quickstart has started is not watched, nor are the processes that this process starts.
+    """
+    started_by = os.environ.pop(STARTED_BY, None)
+    if started_by is not None:
+        threading.Thread(target=_watch, args=(int(started_by),), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    for _ in range(2):  # the second signal ends a node that waits for its learner
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(SAVE_S)
 
 
 def hurry(code: int) -> None:

@@ -42,6 +42,41 @@ def hears_hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+CHILD = """
+import signal, time
+from echo.cli import interrupts
+interrupts.LOOK_S = interrupts.SAVE_S = 0.05
+def told(*_):
+    print("told", flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the next one ends this process
+signal.signal(signal.SIGTERM, told)
+interrupts.end_with_parent()
+print("begun", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import os, subprocess, sys, time
+from echo.cli import interrupts
+environment = {**os.environ, interrupts.STARTED_BY: str(os.getpid())}
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=environment)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_of_a_quickstart_is_ended_when_the_quickstart_was_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "begun\n"
+        parent.kill()
+        assert parent.stdout.read() == "told\n", "then a second signal has ended it"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "number"),

@@ -362,7 +362,7 @@ while True:
 def test_a_node_that_has_saved_and_waits_is_told_to_stop_before_it_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quickstart, "SAVE_S", 0.3)
+    monkeypatch.setattr(interrupts, "SAVE_S", 0.3)
     waiting, deaf = start("w1", SAVING), start("w2", SAVING.replace("again)", "first)"))
     stop([waiting], grace_s=0.01)
     assert waiting.process.poll() == 9

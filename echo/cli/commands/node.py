@@ -728,6 +728,7 @@ def show_summary(run_dir: Path, console: Console, *, commands: list[str] | None 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `echo-rl node` and return its exit code."""
+    interrupts.end_with_parent()
     arguments = node_parser().parse_args(argv)
     if arguments.help_config:
         print_texts([schema_help(arguments.role)])

@@ -57,9 +57,6 @@ SMOLLM2 = "smollm2"
 hub id."""
 GRACE_S = 15.0
 """Seconds from the learner's end to the first SIGTERM for workers and relay."""
-SAVE_S = 10.0
-"""Seconds from the first SIGTERM to the second. In this time a worker stops its engine and saves
-rollouts. More time would not help: the learner has ended and acknowledges no more rollouts."""
 STOP_S = 10.0
 """Seconds from the second SIGTERM to SIGKILL. A node ends at most interrupts.HURRY_S after its
 second signal."""
@@ -520,7 +517,7 @@ def start_node(
     # learner.
     process = subprocess.Popen(
         command,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **(environment or {}), interrupts.STARTED_BY: str(os.getpid())},
         stdout=file,
         stderr=file,
         start_new_session=file is not None,
@@ -585,7 +582,7 @@ def stop(nodes: Sequence[NodeProcess], *, grace_s: float) -> None:
     reward processes. SIGKILL would leave these processes running.
     """
     running = still_running(nodes, within_s=grace_s)
-    for patience_s in (SAVE_S, STOP_S):
+    for patience_s in (interrupts.SAVE_S, STOP_S):
         for node in running:
             node.process.terminate()
         running = still_running(running, within_s=patience_s)
