@@ -50,6 +50,19 @@ def test_a_configuration_that_would_not_start(
     assert (code, found["configuration"]) == (1, "failed")
 
 
+def test_a_worker_without_a_join_string_is_checked_to_the_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    line = ["--role", "worker", "--config", str(config), "--engine"]
+    config.write_text('[worker]\nconnect = "tcp://10.0.0.5:7700"\n')
+    code, found = findings(capsys, *line)
+    assert (code, found["start"], found["engine"]) == (1, "failed", "failed")
+    config.write_text('[worker]\nconnect = "tcp://127.0.0.1:7700"\n')  # beside its learner
+    code, found = findings(capsys, *line)
+    assert (found["start"], found["link"], found["engine"]) == ("ok", "warning", "failed")
+
+
 def test_a_join_string_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from echo.cli.commands.node import check_start, find_config_of
+from echo.cli.commands.node import check_join, check_start, find_config_of, join_awaited
 from echo.cli.output import print_texts, run_command
 from echo.cli.parsers import doctor_parser
 from echo.config.fields import Role
@@ -160,7 +160,23 @@ def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
 
 
 def check_joining(config: Config, role: Role) -> Iterator[Finding]:
-    """Connect to the learner, and compare its settings and files with those of this node."""
+    """Connect to the learner, and compare its settings and files with those of this node.
+
+    Without a join string no connection is tried.
+    """
+    if (awaited := join_awaited(config, role)) is not None:
+        yield Finding(
+            "warning",
+            "link",
+            f"not tried: no learner has written {awaited} yet",
+            why=f"the {role} would start, and wait for this file",
+            remedy="check again when the learner runs",
+        )
+        return
+    try:
+        check_join(config, role)
+    except EchoError:
+        return  # `check_configuration` has reported it
     section = config.relay if role == "relay" else config.worker
     source = JoinSource(role, section.connect, config.security, config.run_dir)  # type: ignore[arg-type]
     for report in asyncio.run(_try_links(config, source)):
