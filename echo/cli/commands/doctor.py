@@ -44,7 +44,7 @@ from echo.runtime.doctor.machine import (
     locked_versions,
     nvidia_driver,
 )
-from echo.runtime.identity import ECHO_JOIN, JoinSource
+from echo.runtime.identity import ECHO_JOIN, Join, JoinSource
 from echo.runtime.node import start_transport
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def _configuration(arguments: Namespace) -> tuple[Role, Config | None]:
     role: Role = arguments.role or ("learner" if arguments.config and not join else "worker")
     if arguments.connect and role == "learner":
         raise ConfigError("--connect is for a worker or a relay: it dials the learner")
+    if arguments.connect:
+        Join.parse(arguments.connect, source="--connect")  # so that an error names the option
     if arguments.config is None and not join and not (arguments.role or arguments.set):
         return role, None
     given = None if role == "learner" else join
