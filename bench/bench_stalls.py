@@ -139,7 +139,7 @@ LEARNING = ("learner.micro_batch_tokens=64",)
 """A forward and backward pass for each rollout."""
 REAL: Mapping[str, Real] = {
     "few in flight": Real(max_staleness=0, groups_per_step=2, tokens=256),
-    "few places": Real(groups_per_step=8, tokens=256, places=4),
+    "few places": Real(groups_per_step=8, tokens=256, places=2),
     "small KV cache": Real(
         workers=("w1",),
         groups_per_step=8,
@@ -172,9 +172,11 @@ REAL: Mapping[str, Real] = {
         sets=(*LEARNING, "learner.gradient_checkpointing=true"),
     ),
     "slow learner": Real(
-        max_staleness=1, groups_per_step=8, sets=LEARNING, faults={"learner": Fault(share=0.3)}
+        max_staleness=1, groups_per_step=8, sets=LEARNING, faults={"learner": Fault(share=0.1)}
     ),
-    "few workers": Real(workers=("w1",), groups_per_step=8, tokens=128, places=32),
+    "few workers": Real(
+        workers=("w1",), groups_per_step=8, tokens=128, places=32, faults={"w1": Fault(share=0.2)}
+    ),
 }
 HEALTHY = (
     Real(groups_per_step=8, tokens=32, max_staleness=3, sets=LEARNING, has_relay=True),
