@@ -139,7 +139,12 @@ LEARNING = ("learner.micro_batch_tokens=64",)
 """A forward and backward pass for each rollout."""
 REAL: Mapping[str, Real] = {
     "few in flight": Real(max_staleness=0, groups_per_step=2, tokens=256),
-    "few places": Real(groups_per_step=8, tokens=256, places=2),
+    "few places": Real(
+        groups_per_step=8,
+        tokens=128,
+        places=2,
+        faults=dict.fromkeys(("w1", "w2"), Fault(share=0.2)),
+    ),
     "small KV cache": Real(
         workers=("w1",),
         groups_per_step=8,
@@ -172,16 +177,16 @@ REAL: Mapping[str, Real] = {
         sets=(*LEARNING, "learner.gradient_checkpointing=true"),
     ),
     "slow learner": Real(
-        max_staleness=1, groups_per_step=8, sets=LEARNING, faults={"learner": Fault(share=0.1)}
+        max_staleness=1, groups_per_step=8, faults={"learner": Fault(train_s=3.0)}
     ),
     "few workers": Real(
         workers=("w1",), groups_per_step=8, tokens=128, places=32, faults={"w1": Fault(share=0.2)}
     ),
 }
 HEALTHY = (
-    Real(groups_per_step=8, tokens=32, max_staleness=3, sets=LEARNING, has_relay=True),
-    Real(workers=("w1", "w2", "w3"), groups_per_step=16, tokens=64, max_staleness=4, sets=LEARNING),
-    Real(group_size=8, groups_per_step=8, tokens=48, can_listen=True, sets=LEARNING),
+    Real(groups_per_step=8, tokens=48, max_staleness=3, sets=LEARNING, has_relay=True),
+    Real(workers=("w1", "w2", "w3"), groups_per_step=16, tokens=96, max_staleness=4, sets=LEARNING),
+    Real(group_size=8, groups_per_step=8, tokens=72, can_listen=True, sets=LEARNING),
 )
 
 

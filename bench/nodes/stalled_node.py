@@ -2,7 +2,8 @@
 
 Everything is the product's own but the fault. A slow disk is one whose every write takes some
 seconds more: writes of chunks at a worker, and fdatasync at the learner. A slow processor is a
-process that is stopped (SIGSTOP) for a part of each second, from its run's sixth step on.
+process that is stopped (SIGSTOP) for a part of each second, from its run's sixth step on. A slow
+device of the learner is an optimizer step that takes some seconds more.
 
 Each node is a fork of a process that has imported what nodes need, so that a run starts at once.
 """
@@ -21,11 +22,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echo.config.fields import Role
 from echo.tasks.builtin import AdditionTask
 from echo.tasks.task import Example
+
+if TYPE_CHECKING:
+    from echo.core.rollout import Group
+    from echo.train.step import StepResult
 
 CLONE_NEWNET = 0x40000000
 NAMESPACES = Path("/run/netns")
@@ -56,6 +61,8 @@ class Fault:
     """Seconds that each write to the disk takes more."""
     share: float = 1.0
     """Share of the time in which the process is not stopped."""
+    train_s: float = 0.0
+    """Seconds that each optimizer step takes more."""
 
 
 def start(
@@ -93,6 +100,8 @@ def _run(
     os.dup2(output, 2)
     if fault.disk_s:
         _slow_disk(fault.disk_s)
+    if fault.train_s:
+        _slow_steps(fault.train_s)
     config = read_run_file(config_path, overrides, role)
     if fault.share < 1:
         _slow_down(fault.share, config.run_dir / "metrics.jsonl")
@@ -123,6 +132,20 @@ def _slow_disk(seconds: float) -> None:
 
     os.fdatasync = slow_sync  # type: ignore[assignment]
     ThreadPools.pool = slow_pool  # type: ignore[method-assign]
+
+
+def _slow_steps(seconds: float) -> None:
+    """Let each optimizer step take longer; the learner's other threads go on."""
+    from echo.train.trainer import Trainer
+
+    step = Trainer.step
+
+    def slow_step(self: Trainer, groups: Sequence[Group]) -> StepResult:
+        result = step(self, groups)
+        time.sleep(seconds)
+        return result
+
+    Trainer.step = slow_step  # type: ignore[method-assign]
 
 
 def _slow_down(share: float, rows: Path) -> None:
