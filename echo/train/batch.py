@@ -139,7 +139,7 @@ def prepare_batch(
         num_tokens=sum(num_trained),
         num_rollouts=sum(number > 0 for number in num_trained),
         metrics=metrics,
-        group_ids=tuple(group.group_id for group in groups),
+        group_ids=tuple(group.group_id for group in kept),
     )
 
 

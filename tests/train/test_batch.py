@@ -111,8 +111,9 @@ def test_a_group_that_lost_a_member_is_left_out_whole() -> None:
     assert refusal(broken, WHOLE) == "lost_member"
     assert refusal(whole, WHOLE) is None
     assert refusal(broken) is None
-    batch, alone = prepare([whole, broken], WHOLE), prepare([whole], WHOLE)
+    batch, alone = prepare([broken, whole], WHOLE), prepare([whole], WHOLE)
     assert advantages(batch) == advantages(alone)
+    assert [batch.group_ids[row.group_index] for row in batch.samples] == [0, 0, 0]
     assert (batch.num_tokens, batch.num_rollouts) == (whole.num_tokens, 3)
     lost = sum(rollout.num_tokens for rollout in broken.rollouts[:2])
     share = lost / (lost + whole.num_tokens)
