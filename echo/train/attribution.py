@@ -96,12 +96,22 @@ class RoundTrip:
         self.stop_ids = tokenization.stop_ids(self._tokenizer, model_dir)
 
     def keeps(self, token_ids: Sequence[int]) -> bool:
-        """Return whether a completion keeps its token ids when decoded and encoded again."""
-        text = tokenization.decode(self._tokenizer, token_ids, self.stop_ids)
-        again = self._tokenizer.encode(text, add_special_tokens=False)
-        return list(token_ids[: len(again)]) == again and (
-            len(token_ids) == len(again) or token_ids[len(again)] in self.stop_ids
-        )
+        """Return whether a completion keeps its token ids when decoded and encoded again.
+
+        Each part between stop tokens counts. A conversation has a stop token after each answer.
+        """
+        parts: list[list[int]] = [[]]
+        for token in token_ids:
+            if token in self.stop_ids:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        return all(self._encoded_again(part) == part for part in parts)
+
+    def _encoded_again(self, token_ids: list[int]) -> list[int]:
+        text = tokenization.decode(self._tokenizer, token_ids, ())
+        again: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return again
 
 
 class MismatchProbe:

@@ -20,8 +20,9 @@ from echo.core.errors import StorageError
 from echo.core.rollout import Group, PolicyVersion
 from echo.engine.engine import Sampling
 from echo.engine.hf.batch import sampling_logprobs
+from echo.engine.model import EOS_ID, build_tokenizer
 from echo.engine.weights import Weights
-from echo.train.attribution import Attribution, MismatchProbe, VersionRetention
+from echo.train.attribution import Attribution, MismatchProbe, RoundTrip, VersionRetention
 from echo.train.models.policy import Policy, frozen_policy
 from echo.train.models.rescoring import Rescorer, Rescoring
 from echo.train.step import StepError, StepResult
@@ -241,6 +242,16 @@ def test_the_sample_is_small_and_texts_that_encode_otherwise_are_counted(
     assert len(seen) == 8
     assert found["retokenised"] == 0.25
     assert found["tokens"] == sum(map(len, seen))
+
+
+def test_each_answer_of_a_conversation_must_encode_to_its_own_ids(model_dir: Path) -> None:
+    text, tokenizer = RoundTrip(model_dir), build_tokenizer()
+    answer = tokenizer("1+2", add_special_tokens=False)["input_ids"]
+    drifted = [*answer, len(tokenizer)]  # the tokenizer lacks the last id
+    assert text.keeps(answer)
+    assert not text.keeps(drifted)
+    assert text.keeps([*answer, EOS_ID, *answer, EOS_ID])
+    assert not text.keeps([*answer, EOS_ID, *drifted, EOS_ID])
 
 
 def test_a_step_is_made_without_a_measurement_that_fails() -> None:
