@@ -52,6 +52,9 @@ MESSAGE_OVERHEAD_BYTES = 512
 number of tiny messages.
 """
 
+MAX_PORT = 65535
+"""Largest TCP port."""
+
 _ADDRESS = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
     r"(?:#(?P<key>[A-Za-z0-9_-]{43}))?"
@@ -291,7 +294,7 @@ def parse_address(address: str) -> tuple[str, int]:
         TransportError: if the address has another form.
     """
     match = _ADDRESS.fullmatch(address)
-    if match is not None and int(match["port"]) <= 65535:
+    if match is not None and int(match["port"]) <= MAX_PORT:
         if match["v6"] is None:
             return match["host"], int(match["port"])
         try:

@@ -94,6 +94,7 @@ from echo.net.curve import CurveKeys
 from echo.net.dialler import DialledLink
 from echo.net.listener import BulkListener, Inbound, Listener, bound_socket, listen_on
 from echo.net.transport import (
+    MAX_PORT,
     PeerId,
     Transport,
     TransportEvent,
@@ -215,11 +216,17 @@ class ZmqTransport(Transport):
             with contextlib.suppress(TransportError):
                 bound = await bound_socket(format_address(host, port), self._congestion_control)
                 if wanted and not port:
+                    fault, remedy = "is taken", "free the other and start again"
+                    if wanted > MAX_PORT:
+                        most = MAX_PORT - BULK_PORT_OFFSET
+                        fault, remedy = "does not exist", f"listen at a port up to {most}"
                     _log.warning(
-                        "port %d is taken, at which weights would go out: they do at port %d; open "
-                        "that one, or free the other and start again",
+                        "port %d %s, at which weights would go out: they do at port %d; open that "
+                        "one, or %s",
                         wanted,
+                        fault,
                         bound.getsockname()[1],
+                        remedy,
                     )
                 return bound
         return None

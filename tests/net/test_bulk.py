@@ -31,6 +31,7 @@ from echo.net.curve import CurveKeys
 from echo.net.dialler import GREETING_BYTES
 from echo.net.listener import Inbound
 from echo.net.transport import (
+    MAX_PORT,
     Connected,
     DialFailed,
     Disconnected,
@@ -461,6 +462,21 @@ def test_the_bulk_port_follows_the_listeners_own(
                 assert bulk_port not in (0, taken)
                 assert f"port {taken} is taken" in caplog.text
                 assert f"they do at port {bulk_port}" in caplog.text
+
+    run(scenario())
+
+
+def test_a_listener_near_the_last_port_says_why_it_has_another_bulk_port(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        for port in range(MAX_PORT, MAX_PORT - BULK_PORT_OFFSET, -1):
+            with contextlib.suppress(TransportError):  # somebody else has the port
+                async with opened(f"tcp://127.0.0.1:{port}", LEARNER) as node:
+                    bulk_port, _ = await offer_of(node)
+                break
+        assert f"port {port + BULK_PORT_OFFSET} does not exist, at which" in caplog.text
+        assert f"they do at port {bulk_port}; open that one, or listen at" in caplog.text
 
     run(scenario())
 
