@@ -15,6 +15,7 @@ from echo.config.losses import ClippedSection
 from echo.config.schema import Config, EvalSection, kinds_of, leaves, show
 from echo.core.units import format_bytes
 from echo.wire.codec import BYTES_PER_BRANCH, BYTES_PER_TOKEN, MAX_ARRAY_BYTES
+from echo.wire.token_sets import MAX_IDS
 
 MAX_CURVE_CHUNK_BYTES = 1 << 20
 """Largest chunk of weights that is allowed on an encrypted link, in bytes."""
@@ -190,18 +191,28 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
             key,
             "batch.group_size",
         )
+    likely = likely_ids_of(config)
+    if likely * tokens > MAX_IDS:
+        yield _problem(
+            f"makes rollouts of up to {likely * tokens} likely ids with loss.score_centering = "
+            f"{likely}; a rollout has at most {MAX_IDS}: at most {MAX_IDS // likely} tokens",
+            key,
+            "loss.score_centering",
+        )
 
 
 def max_tree_tokens(config: Config) -> int | None:
     """Return the largest number of tokens that all chains of an agent's rollout may have together.
 
-    A rollout must fit into one micro-batch, and its group into one message. Without agents, the
-    result is None.
+    A rollout must fit into one micro-batch, and its group into one message. A rollout may have at
+    most MAX_IDS likely ids. Without agents, the result is None.
     """
     if config.agent.listen is None:
         return None
-    bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely_ids_of(config)
+    likely = likely_ids_of(config)
+    bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely
     most = MAX_ARRAY_BYTES // (config.batch.group_size * (bytes_per_token + BYTES_PER_BRANCH))
+    most = min(most, MAX_IDS // likely) if likely else most
     return max(config.agent.max_session_tokens, min(config.learner.micro_batch_tokens, most))
 
 

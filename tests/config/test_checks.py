@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from echo.config.checks import max_tree_tokens
 from echo.config.load import parse_config
 from echo.core.errors import ConfigError
 
@@ -38,6 +39,9 @@ BROKEN = {
     # 60 MiB / (100 rollouts x (17 + 32 x 5) bytes) = 3554.5 tokens
     "batch.group_size=100 sampling.max_completion_tokens=3554 loss.kind=gspo | "
     "loss.score_centering=32 sampling.max_completion_tokens=3555": "at most 3554",
+    # 2^22 / 1024 likely ids = 4096 tokens
+    "batch.group_size=2 sampling.max_completion_tokens=4096 loss.kind=gspo "
+    "loss.score_centering=1024 | sampling.max_completion_tokens=4097": "at most 4096 tokens",
     "loss.kind=gspo loss.score_centering=32 | sampling.top_p=0.9": "write sampling.top_p = 1",
     "loss.kind=cispo loss.score_centering=1 | sampling.min_p=0.1": "write sampling.min_p = 0",
     "sync.max_staleness=6 | sync.min_staleness=1": "sync.adaptive is false",
@@ -120,3 +124,9 @@ def test_a_wide_range_does_without_them() -> None:
         overrides = [*LEARNS, *f"loss.kind={kind}".split()]
         truncated = ["sampling.top_p=0.95", "sampling.top_k=20", "sampling.min_p=0.1"]
         assert not parse_config({}, [*overrides, *truncated], "learner").needs_support
+
+
+def test_the_chains_of_a_rollout_have_no_more_likely_ids_than_a_rollout_may_have() -> None:
+    agents = "agent.listen=tcp://127.0.0.1:0 agent.max_session_tokens=1000 batch.group_size=2"
+    centered = "loss.kind=gspo loss.score_centering=1024 learner.micro_batch_tokens=16384"
+    assert max_tree_tokens(parse_config({}, f"{agents} {centered}".split())) == 4096
