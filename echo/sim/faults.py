@@ -28,9 +28,9 @@ class SimulatedSite:
     tokens_per_s: float
     worker: SimWorker | None = None
     rental: Rental | None = None
-    num_absences: int = 0
-    """Number of faults that disable the machine or its process at present. When the number is 0, a
-    worker can start on the machine again."""
+    num_absences: int = 1
+    """Number of reasons why no worker can run on the machine at present: each fault that disables
+    the machine or its process is one, and at first the machine has not joined yet."""
     is_given_up: bool = False
     """Whether the worker has given the machine back. If so, no worker starts here again."""
 
@@ -109,9 +109,10 @@ class Faults:
             # still paid for.
             site.give_back(stage.loop.time())
         if for_s is not None:
-            stage.loop.call_later(for_s, self._return, site)
+            stage.loop.call_later(for_s, self.end_absence, site)
 
-    def _return(self, site: SimulatedSite) -> None:
+    def end_absence(self, site: SimulatedSite) -> None:
+        """Count one reason less for a site's absence. After the last one, start its worker."""
         site.num_absences -= 1
         if not site.num_absences and site.worker is None and not site.is_given_up:
             self._stage.start_worker(site)

@@ -299,9 +299,10 @@ class Simulation:
             if region.relay_bytes_per_s is not None:
                 self._start_relay(name, region.relay_bytes_per_s)
         apart_s = settings.join_within_s / max(1, len(self.sites))
+        faults = Faults(self)
         for number, site in enumerate(self.sites):
-            self.loop.call_at(number * apart_s, self.start_worker, site)
-        Faults(self).begin()
+            self.loop.call_at(number * apart_s, faults.end_absence, site)
+        faults.begin()
         self._give_up_later()
         history.end = await self._ended
         history.ended_at, history.num_events = self.loop.time(), self.loop.num_calls

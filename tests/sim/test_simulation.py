@@ -259,6 +259,21 @@ def test_machines_are_paid_for_while_they_are_rented_at_the_price_of_the_time() 
 
 
 @pytest.mark.slow
+def test_a_machine_that_is_lost_before_it_joins_starts_one_worker_once_it_is_back() -> None:
+    scenario = make_scenario(make_offer(can_listen=True), num_steps=3, join_within_s=8.0)
+    faults = [
+        FaultRow(at_s=0.5, kind="preempt", target="gpu-4", for_s=1.0),  # back before it joins
+        FaultRow(at_s=1.0, kind="kill", target="gpu-3", for_s=14.0),
+    ]
+    summary, history = simulate(replace(scenario, faults=faults))
+    assert summary.is_complete
+    began = {rental.name: rental.since_s for rental in history.rentals}
+    assert began == {"gpu-1": 0.0, "gpu-2": 2.0, "gpu-4": 6.0, "gpu-3": 15.0}
+    assert len(history.rentals) == 4
+    assert history.num_deaths == 0
+
+
+@pytest.mark.slow
 def test_weights_take_their_true_size_on_the_links_whatever_the_grain() -> None:
     for num_chunks in (4, 16):
         summary, history = simulate(
