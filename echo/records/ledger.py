@@ -1234,6 +1234,10 @@ class StoredGroup(NamedTuple):
     """
     discarded: str
     """The reason why the group was discarded; "" if it was not discarded."""
+    max_staleness: int | None = None
+    """Largest staleness of the tokens that the step trained; None if no step trained the group.
+    Older tokens of the group were masked.
+    """
     removed: Removed | None = None
     """The record with which the group's file was removed; None if the file is kept."""
 
@@ -1274,6 +1278,7 @@ def stored_groups(records: Iterable[AnyRecord]) -> list[StoredGroup]:
             step=trained[group].step if group in trained else None,
             consumed_at=trained[group].consumed_at if group in trained else None,
             discarded=reasons.get(group, ""),
+            max_staleness=max(trained[group].staleness, default=None) if group in trained else None,
             removed=removed.get(f"{GROUPS}/{record.place.file}"),
         )
         for group, record in accepted.items()

@@ -11,7 +11,7 @@ import pytest
 
 from echo.cli.commands.rollouts import decoder_of, main
 from echo.core.reward_parts import PartedReward
-from echo.core.rollout import Group, Rollout
+from echo.core.rollout import Group, Rollout, trim_stale
 from echo.engine.model import build_tokenizer
 from echo.records import ledger as ledger_module
 from echo.records.ledger import GROUPS, Began, Ledger
@@ -98,6 +98,24 @@ def test_a_rollout_is_shown_with_all_that_is_known_of_it(
         "staleness 1-2  ended by stop"
     )
     assert told.splitlines()[:3] == [header, "  12+34=", "    0046"]
+
+
+def test_tokens_that_were_masked_as_too_old_have_no_staleness(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path, spool_bytes=1 << 20)
+    ledger.append(Began(lineage=1, fork_step=0))
+    group = make_group(0, "12+34=", {"0046": 1.0, "0047": 0.0})
+    ledger.store(group, *encode_group(group))
+    trimmed = trim_stale(group, step=5, max_staleness=1)  # without the tokens of v3
+    assert trimmed is not None
+    ledger.trained([trimmed], lineage=1, consumed_at=5)
+    ledger.close()
+    build_tokenizer().save_pretrained(tmp_path / "final")
+    assert [(row["staleness_min"], row["staleness_max"]) for row in rows(capsys, tmp_path)] == [
+        (1, 1),
+        (1, 1),
+    ]
 
 
 def test_without_options_the_newest_are_shown_and_their_number(

@@ -154,9 +154,11 @@ def _shown(
 ) -> ShownRollout:
     steps = rollout.policy_versions[rollout.completion_mask, 1]
     staleness = None
-    if stored.consumed_at is not None and len(steps):
+    if stored.consumed_at is not None and stored.max_staleness is not None:
         lags = stored.consumed_at - steps
-        staleness = int(lags.min()), int(lags.max())
+        # The file has the tokens as they were sampled, before those beyond the bound were masked.
+        lags = lags[lags <= stored.max_staleness]
+        staleness = (int(lags.min()), int(lags.max())) if len(lags) else None
     return ShownRollout(
         group=group.group_id,
         attempt=group.attempt,
