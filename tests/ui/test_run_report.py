@@ -128,9 +128,11 @@ def test_the_state_of_a_run_that_ended_goes_on_or_was_cut_off(run_dir: Path) -> 
     back = {"kind": "rollback", "step": 10, "to_step": 8, "number": 1, "cause": "NaN"}
     paused = {"act": "pause", "subject": "", "value": "", "outcome": "paused at step 9"}
     write_ledger(run_dir, [{"kind": "operated", "step": 9, "by": "ann", **paused}])
+    write_ledger(run_dir, [{"kind": "checkpoint", "lineage": 1, "step": 10}])
     write_ledger(run_dir, [back, {"kind": "lineage", "lineage": 2, "fork_step": 8}])
     run = read_run(run_dir)
     assert run.is_cut_off
+    assert "continues from the checkpoint of step 8" in run.state
     assert [each.what for each in run.decisions] == [
         "finished",
         "ann: paused at step 9",

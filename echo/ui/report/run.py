@@ -240,6 +240,8 @@ class _Facts:
             case Began():
                 self.is_finished = False
                 self.lineages.append(record)
+                if self.checkpoint is not None:  # later checkpoints are abandoned
+                    self.checkpoint = record.fork_step
             case Discarded():
                 self.discarded[record.reason] += 1
             case Refused():
