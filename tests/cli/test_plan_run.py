@@ -95,6 +95,19 @@ def test_a_plan_takes_the_rates_of_the_workers_that_carry_an_offers_name(tmp_pat
     assert request.notices[0] == "learner: 64 s per step from run"
 
 
+def test_a_worker_belongs_to_the_offer_with_the_longest_name_that_fits(tmp_path: Path) -> None:
+    spot = changed()["offers"][0] | {"name": "RTX 4090 (spot)"}
+    workers = [
+        *LEDGER,
+        # As `--for shell` and `--for kubernetes` name workers of the second offer.
+        *group(5, "RTX-4090-spot--1", 0.0, 10.0, 400),
+        *group(6, "rtx-4090-spot--0", 0.0, 10.0, 200),
+    ]
+    rates = read_rates(write_run(tmp_path / "run", workers))
+    request = calibrate(parsed(changed() | {"offers": [*changed()["offers"], spot]}), rates)
+    assert [offer.tokens_per_s for offer in request.fleet.offers] == pytest.approx([150, 30])
+
+
 def test_a_run_of_other_workers_is_refused_with_both_lists(tmp_path: Path) -> None:
     rates = read_rates(write_run(tmp_path / "run", LEDGER))
     with pytest.raises(

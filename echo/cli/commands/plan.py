@@ -81,16 +81,17 @@ def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
 
     The learner's time for a step is scaled by the number of tokens of a step. An offer gets the
     mean rate of its workers. The name of an offer's worker is the offer's name, or starts with the
-    offer's name and a dash ("fra-4090-3").
+    offer's name and a dash ("fra-4090-3"). If several offers' names fit, the longest one counts.
+    Names are compared without case and punctuation, because providers restrict names.
 
     Raises:
         ConfigError: if no worker of the run belongs to an offer.
     """
     recorded, job = rates.job, request.job
     offers, used, notices = [], set(), []
+    owners = {name: _owner(name, request) for name in rates.workers}
     for offer in request.fleet.offers:
-        stem = offer.name.replace(" ", "-")
-        names = [n for n in rates.workers if n == stem or n.startswith(f"{stem}-")]
+        names = [name for name, owner in owners.items() if owner == offer.name]
         used.update(names)
         if names:
             workers = [rates.workers[name] for name in names]
@@ -123,6 +124,17 @@ def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
         job=replace(calibrated, train_s=train_s),
         notices=(f"learner: {train_s:.3g} s per step from {rates.name}", *notices),
     )
+
+
+def _owner(worker: str, request: FleetRequest) -> str | None:
+    """Return the name of the offer to which a worker of this name belongs, or None."""
+    name = f"{_plain(worker)}-"
+    owners = [o.name for o in request.fleet.offers if name.startswith(f"{_plain(o.name)}-")]
+    return max(owners, key=lambda owner: len(_plain(owner)), default=None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", "-", name.lower()).strip("-")
 
 
 # --- text of a plan -------------------------------------------------------------------------------
