@@ -1195,9 +1195,10 @@ class Delivery:
 
     worker: str
     granted_at: float
-    """Unix seconds at which the group was granted."""
+    """Time at which the group was granted, in seconds. The time in which the learner was down does
+    not count, because a worker may have held groups for all of it."""
     accepted_at: float
-    """Unix seconds at which the group was accepted."""
+    """Time at which the group was accepted, in the same seconds."""
     num_tokens: int
     """Number of completion tokens of all rollouts."""
 
@@ -1205,20 +1206,24 @@ class Delivery:
 def deliveries_of(records: Iterable[AnyRecord]) -> list[Delivery]:
     """Return the deliveries that the learner accepted, in the order of acceptance."""
     granted: dict[tuple[int, int], float] = {}
+    last_at = down_s = 0.0
     found = []
     for record in records:
         match record:
+            case Began() if last_at:
+                down_s += max(0.0, record.at - last_at)
             case Granted():
-                granted[record.group, record.attempt] = record.at
+                granted[record.group, record.attempt] = record.at - down_s
             case Accepted() if (record.group, record.attempt) in granted:
                 found.append(
                     Delivery(
                         worker=record.worker,
                         granted_at=granted[record.group, record.attempt],
-                        accepted_at=record.at,
+                        accepted_at=record.at - down_s,
                         num_tokens=record.tokens,
                     )
                 )
+        last_at = record.at
     return found
 
 

@@ -72,6 +72,16 @@ def test_rates_by_hand(tmp_path: Path) -> None:
     assert rates.idle_share == pytest.approx(0.2)
 
 
+def test_the_time_in_which_the_learner_was_down_does_not_make_a_worker_slow(tmp_path: Path) -> None:
+    before = LEDGER[:-2]
+    held = group(9, "RTX-4090-1", 13.0, 3600.0 + 14.0, 200)
+    resumed = {"kind": "lineage", "lineage": 2, "fork_step": 0, "at": 3600.0 + 13.5}
+    ledger = sorted([*before, *held, resumed], key=lambda record: record["at"])
+    rates = read_rates(write_run(tmp_path / "run", ledger))
+    # The learner was down from its last record, at 14 s: 2200 tokens in 10.5 s.
+    assert rates.workers["RTX-4090-1"].tokens_per_s == pytest.approx(2200 / 10.5)
+
+
 def test_the_report_sets_the_prediction_beside_the_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
