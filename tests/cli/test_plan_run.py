@@ -89,9 +89,23 @@ def test_the_report_sets_the_prediction_beside_the_record(
     assert main(["--from", str(run)]) == 0
     text = capsys.readouterr().out
     assert text.strip() == run_report(read_rates(run))
-    # 300 tokens/s of 156.25 each: 1.92 rollouts/s; the rule asks for 8 in 8 s.
-    assert "rate: 1.92 rollouts/s, the rule asks for 1\n" in text
+    # 300 tokens/s of 156.25 each: 1.92 rollouts/s; the rule asks for 8 useful ones in 8 s.
+    assert "75% of the groups were useful" in text
+    assert "rate: 1.92 rollouts/s, the rule asks for 1.333\n" in text
     assert "learner waits: recorded 20.0%, predicted 0.0%" in text
+
+
+@pytest.mark.parametrize(("keeps", "needed"), [(False, 8 / 0.75), (True, 8)])
+def test_groups_without_a_signal_are_made_in_vain_unless_they_are_trained(
+    tmp_path: Path, keeps: bool, needed: float
+) -> None:
+    run = write_run(tmp_path / "run", LEDGER)
+    config = json.loads((run / "config.json").read_text())
+    config["batch"]["keep_zero_variance"] = keeps
+    (run / "config.json").write_text(json.dumps(config))
+    rates = read_rates(run)
+    assert rates.useful_share == 0.75
+    assert rates.job.rollouts_per_step == pytest.approx(needed)
 
 
 def test_a_plan_takes_the_rates_of_the_workers_that_carry_an_offers_name(tmp_path: Path) -> None:

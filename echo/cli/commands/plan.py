@@ -523,11 +523,14 @@ def read_rates(run_dir: Path) -> RunRates:
         for row in rows
         if row.get("broadcast/seconds") and row.get("broadcast/goodput")
     ]
+    useful_share = fmean(values_of(rows, "groups/useful") or [1.0])
+    trains_on_all = config["batch"].get("keep_zero_variance", False)
     group_tokens = [float(each.num_tokens) for each in deliveries]
     mean_tokens = fmean(group_tokens) / group_size
     job = Job(
         groups_per_step=config["batch"]["groups_per_step"],
         group_size=group_size,
+        useful_share=1.0 if trains_on_all else max(0.01, useful_share),
         max_staleness=config["sync"]["max_staleness"],
         publish_period=round(median(values_of(rows, "publish_period") or [1.0])),
         train_s=train_s,
@@ -546,7 +549,7 @@ def read_rates(run_dir: Path) -> RunRates:
         workers=rates_of(deliveries, group_size),
         broadcast_s=median(seconds for seconds, _ in broadcasts) if broadcasts else 0.0,
         idle_share=wait_s / (wait_s + train_s) if wait_s + train_s > 0 else 0.0,
-        useful_share=fmean(values_of(rows, "groups/useful") or [1.0]),
+        useful_share=useful_share,
     )
 
 
