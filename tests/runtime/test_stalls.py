@@ -301,6 +301,16 @@ def test_the_time_without_a_worker_is_no_wait_for_its_groups(make_world: MakeWor
     assert sum(value for name, value in first.items() if name.startswith("time/wait/")) < 20.0
 
 
+def test_a_wait_after_the_last_worker_is_gone_is_for_a_worker(make_world: MakeWorld) -> None:
+    world = Run(make_world).start()
+    world.run_until(lambda: world.step >= 4)
+    for name in WORKERS:
+        world.kill(name)
+    world.run_until(lambda: bool(explained(world)), within_s=200.0)
+    assert explained(world)[-1]["cause"] == "no_worker"
+    assert "start workers" in world.node("learner")._stalls.waiting_for
+
+
 def test_a_wait_that_goes_on_is_in_the_files_of_the_run(make_world: MakeWorld) -> None:
     slowdown = {"all": 1.0}
     world = Run(make_world).start(rated=replace(PACE, slowdown_of=lambda key: slowdown["all"]))

@@ -153,7 +153,8 @@ class Stalls:
         waited_s = self._waited_s + now - self._waits_from
         if waited_s < self._limit_s or self._fleet.num_missing <= 0:
             return
-        found = explain_wait(self._tally, self._fleet)
+        # What workers did before they left does not explain why the wait goes on.
+        found = explain_wait(self._tally if self._fleet.workers else Tally(), self._fleet)
         if found.cause == "slow_install" and not self._num_steps:
             return  # engines start with their first version: versions do not come too often
         if self._report(found, f"waits {format_duration(waited_s)} for {found}", now):
