@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from echo.cli.commands.doctor import main
+from echo.engine.engine import Sampling
 from echo.engine.model import build_model, save_tiny_model
 from echo.records import files
+from echo.runtime.worker import setup
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +86,27 @@ def test_the_engine_is_tried_with_its_model(
     config.write_text('[security]\ncurve = false\n[worker]\nconnect = ["tcp://127.0.0.1:9"]\n')
     code, found = findings(capsys, "--config", str(config), *words)
     assert (code, found["link"], found["engine"]) == (1, "failed", "ok")
+
+
+def test_a_first_token_that_was_held_up_gives_no_absurd_rate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path / "model", build_model(seed=0))
+
+    class HeldUp:
+        def load(self, tensors: object) -> None: ...
+
+        def generate(self, requests: object, sampling: Sampling) -> None:
+            time.sleep(0.2 if sampling.max_completion_tokens == 1 else 0.02)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(setup, "make_engine", lambda *_: HeldUp())
+    words = ["--role", "worker", "--engine", "--set", f"model.name={tmp_path / 'model'}"]
+    config = tmp_path / "run.toml"
+    config.write_text('[security]\ncurve = false\n[worker]\nconnect = ["tcp://127.0.0.1:9"]\n')
+    main(["--config", str(config), *words])
+    told = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"later ones at (\d+) or more per second", told)
+    assert found is not None, told
+    assert int(found[1]) <= 16 / 0.02
