@@ -799,8 +799,9 @@ class AdmissionSettings:
     digests: dict[str, str]
     heartbeat_s: float
     dead_after_s: float
-    epoch: float | None = None
-    """Unix time, in seconds, at the instant where `now` is 0; None if unknown."""
+    time_of_day: Callable[[], float] = lambda: 0.0
+    """Returns the present Unix time in seconds; 0 if it is unknown. The difference from `now` is
+    not constant, because clocks are set and machines are suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1070,7 +1071,7 @@ class Admission:
             dead_after_s=settings.dead_after_s,
             uplink_bytes_per_s=self.roster.uplinks.get(message.node_id),
             version_bytes=self._plans.version_bytes,
-            time_of_day=0.0 if settings.epoch is None else settings.epoch + now,
+            time_of_day=settings.time_of_day(),
             answers=answers,
             seal_key=seal_key,
             nonce=member.nonce,

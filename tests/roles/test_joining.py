@@ -116,6 +116,7 @@ class LearnerEnd:
 
     def __init__(self) -> None:
         self.work: list[Message] = []
+        self.time_of_day = 1e9
         self.roster = Roster(heartbeat_s=2.0, dead_after_s=10.0)
         routes = Routes(Counters())
         routes.learn("w1", "peer")
@@ -129,6 +130,7 @@ class LearnerEnd:
                 heartbeat_s=2.0,
                 dead_after_s=10.0,
                 seal_keys=SealKeys(b"learner"),
+                time_of_day=lambda: self.time_of_day,
             ),
             lineages=(),
             roster=self.roster,
@@ -393,6 +395,13 @@ def test_the_learner_judges_a_message_by_what_it_says(
     actions = end.hear(message, now=now)
     assert end.presence is (Admission.TABLE[presence][event].then or presence)
     assert [type(each) for each in said_in(actions)] == answers
+
+
+def test_a_welcome_has_the_time_of_a_clock_that_was_set_since_the_start() -> None:
+    end = LearnerEnd()
+    assert welcome_in(end.hear(HELLO, now=1.0)).time_of_day == 1e9
+    end.time_of_day += 3600.0  # the machine was suspended for an hour
+    assert welcome_in(end.hear(HELLO, now=2.0)).time_of_day == 1e9 + 3600.0
 
 
 def test_a_learner_with_all_nodes_that_it_keeps_says_why_no_other_can_join(

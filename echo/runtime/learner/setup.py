@@ -858,7 +858,7 @@ def learner_settings(
             digests=data.digests,
             heartbeat_s=network.heartbeat_s,
             dead_after_s=network.dead_after_s,
-            epoch=time.time() - asyncio.get_running_loop().time(),
+            time_of_day=time.time,
         ),
         leases=lease_settings(config, vocab_size=data.vocab_size),
         site=Site(
