@@ -155,7 +155,7 @@ def staleness_bins(
     Returns:
         For each bin from staleness 0 to max_staleness: (label, number of tokens, whether the bin
         contains `bound`, which is max_staleness by default). If there are tokens above
-        max_staleness, which the learner should prevent, one more bin follows.
+        max_staleness, which the learner should prevent, the last bin has these.
     """
     marked = max_staleness if bound is None else bound
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
@@ -168,7 +168,7 @@ def staleness_bins(
         bins.append((str(low) if low == high else f"{low}-{high}", count, low <= marked <= high))
     if beyond:
         bins.append((f">{max_staleness}", beyond, False))
-    return bins
+    return bins[-max_bins:]
 
 
 def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
@@ -176,10 +176,13 @@ def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[Re
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
-    figures = f" mean {mean:.2f}" if total else " -"
-    title = Text.assemble(("staleness", "bold"), f"{figures}, {bound_text(snapshot)}")
-    if title.cell_len > width:
-        title = Text.assemble(("stale", "bold"), f"{figures}, {bound_text(snapshot)}")
+    figure = f"{mean:.2f}" if total else "-"
+    for name, of in (("staleness", "mean "), ("stale", "mean "), ("stale", "")):
+        title = Text.assemble(
+            (name, "bold"), f" {of if total else ''}{figure}, {bound_text(snapshot)}"
+        )
+        if title.cell_len <= width:
+            break
     bins = staleness_bins(tokens, snapshot.max_staleness, max(height - 2, 1), bound=snapshot.bound)
     marked = [(label, count, "◂ bound" if is_bound else "") for label, count, is_bound in bins]
     return [fit(title, width), staleness_bars(marked, width)]

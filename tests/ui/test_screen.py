@@ -4,7 +4,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console, Group
 from rich.segment import Segment
@@ -111,6 +111,7 @@ def test_a_command_in_a_notice_is_shown_whole(
     rewards=st.lists(st.floats(), max_size=6),
     name=st.text(max_size=20),
 )
+@example(width=56, height=7, num_nodes=0, step=0, max_staleness=0, rewards=[], name="")
 @pytest.mark.slow
 def test_any_size_and_content_can_be_drawn(
     make_status: MakeStatus,
