@@ -63,16 +63,17 @@ def main() -> None:
                 ask = functools.partial(run, name, arguments.options, arguments.limit_s)
                 found[name] = compare(ask, trees, arguments.rounds)
                 show(name, found[name])
+                result = {
+                    "commits": commits,
+                    "rounds": arguments.rounds,
+                    "options": arguments.options,
+                    "benchmarks": found,
+                }
+                # After each, so that a run which is ended keeps what it has.
+                print(f"wrote {harness.save('compare', result)}", flush=True)
         finally:
             for tree in trees.values():
                 git("worktree", "remove", "--force", str(tree))
-    result = {
-        "commits": commits,
-        "rounds": arguments.rounds,
-        "options": arguments.options,
-        "benchmarks": found,
-    }
-    print(f"wrote {harness.save('compare', result)}")
 
 
 def git(*words: str) -> str:
