@@ -334,7 +334,7 @@ class MemoryStore(VersionStore):
 
     @property
     def where(self) -> str:
-        """Name of this store for messages: "memory for ...", or the setting and its directory."""
+        """The store's name in messages, for example "network.store_dir = /dev/shm/echo"."""
         return "memory for versions of the weights"
 
     def _allocate(self, version: PolicyVersion, num_bytes: int) -> Pages:
@@ -350,7 +350,10 @@ class MemoryStore(VersionStore):
         """Name the mapped file after a version; do nothing for pages in memory."""
 
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
-        """Remove a dropped version's name; return whether its pages may be reused."""
+        """Remove a dropped version's name from its file, if the version has a file.
+
+        Return whether the version's pages may be reused for another version.
+        """
         return True
 
     def _free(self, pages: Pages) -> None:
@@ -599,8 +602,8 @@ class DiskStore(MemoryStore):
     def _leave(self, version: PolicyVersion, pages: Pages) -> bool:
         """Rename a dropped version's file for reuse, and remove its manifest.
 
-        If the version has no file, its pages in memory are released, because the next version may
-        fit on disk.
+        If the version has no file, its pages in memory must not be reused, because the next version
+        may fit on disk. The result is then False.
         """
         if pages.path is None:
             return False

@@ -16,8 +16,8 @@ reason of an episode is
 An episode that ends at a limit is counted and gets a reward like any other episode.
 
 If the environment fails, or a log-probability is not finite, the episode's whole group fails and is
-not trained on. If only the environment's process was lost (`reward_lost`), another episode in the
-same process may have caused the loss. So the group is played again, at most MAX_RETRIES times.
+not trained on. A group whose only fault is that the environment's process ended (`reward_lost`) is
+played again, at most MAX_RETRIES times, because another episode may have ended the process.
 """
 
 from __future__ import annotations

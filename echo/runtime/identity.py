@@ -62,8 +62,8 @@ def load_or_create_identity(run_dir: Path, *, run_name: str) -> Identity:
 def load_or_create_signing_key(run_dir: Path) -> Ed25519PrivateKey:
     """Return the learner's signing key from a run directory; create the key if it is missing.
 
-    The key may be created before the run has an id, because the join string contains the key's
-    fingerprint.
+    If links are encrypted, a new run gets its key before its id, because `write_join` puts the
+    key's fingerprint into the join string.
 
     Raises:
         StorageError: if the file cannot be read or written.

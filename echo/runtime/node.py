@@ -642,7 +642,7 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
     """Return the address at which other nodes can dial this node; None if there is none.
 
     A node that listens on a wildcard address needs `advertise`, because other nodes cannot dial a
-    wildcard. `listen` is the transport's address. Its server key is added to the result.
+    wildcard. `listen` is the transport's address. If `listen` has a server key, so has the result.
     """
     if listen is not None and advertise is not None:
         key = parse_key(listen)
@@ -653,7 +653,7 @@ def advertised(listen: str | None, advertise: str | None) -> str | None:
 
 
 def new_seal_keys() -> SealKeys:
-    """Return a new key pair for this process's seals."""
+    """Return a new key pair with which this process seals its messages (echo/wire/seals.py)."""
     return SealKeys(secrets.token_bytes(32))
 
 

@@ -3,8 +3,9 @@
 An outside agent is a program of the user that sends calls to the worker's endpoint. The worker
 requests a lease only when an agent waits for an episode, so leases do not become stale in a queue.
 
-A session's calls are sampled with the run's settings, which the learner also uses to compute
-probabilities. Calls without a session use the caller's settings and are not recorded.
+An agent gets a session when it begins an episode, and names this session in each call of the
+episode. The calls of a session are sampled with the run's settings, which the learner also uses to
+compute probabilities. Calls without a session use the caller's settings and are not recorded.
 """
 
 from __future__ import annotations

@@ -42,7 +42,11 @@ class Dialogue:
         return self._codec.render(messages, tools)
 
     def other_arguments(self, arguments: Mapping[str, Any]) -> str:
-        """Return the name of the first argument that differs from the run's settings, or ""."""
+        """Return the name of an argument whose value differs from the run's setting, or "".
+
+        `arguments` are the arguments for the chat template in an agent's call. If several differ,
+        the result is the first.
+        """
         own = self._codec.chat_template_kwargs
         return next((name for name, value in arguments.items() if own.get(name) != value), "")
 
@@ -54,7 +58,8 @@ class Dialogue:
         Args:
             text: the whole context.
             known: earlier calls of the session.
-            is_rendered: whether a chat template wrote the text with its special tokens.
+            is_rendered: whether a chat template wrote the text. If so, the text already has its
+                special tokens, and the tokenizer adds none.
 
         Raises:
             DataError: if the text has no tokens, or has tokens outside the model's vocabulary.
@@ -103,7 +108,7 @@ class Dialogue:
 def _after(text: str, length: int) -> str:
     """Return `text` without its first `length` characters.
 
-    A `MARK` does not count as a character.
+    `render` inserts the character `MARK` into control tokens in messages. A `MARK` is not counted.
     """
     end = length
     while (num_marks := text.count(MARK, 0, end)) != end - length:

@@ -5,8 +5,9 @@
     POST /v1/chat/completions            logprobs; session: header X-Echo-Session, or
     POST /v1/completions                 /sessions/ID/v1/... for agents that know only a base URL
     POST /v1/echo/sessions               {"wait_s": 30}    an episode; 204 none yet, 410 no more
-    POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   or a table of its parts; without a reward
-                                                           the task's reward function is called
+    POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   or an object with the reward's parts by
+                                                           name; without a reward, the task's reward
+                                                           function is called
     DELETE /v1/echo/sessions/ID          give up the episode
 
 Every request except /health needs `Authorization: Bearer TOKEN`. OpenAI's clients make this header

@@ -156,9 +156,9 @@ class Episodes:
         return session
 
     def begin_call(self, session: Session, *, now: float) -> None:
-        """Record a call that is about to be sampled.
+        """Record a call that is about to be sampled, and the time of the call.
 
-        A refused call is not recorded. So a session times out if all its calls are refused.
+        A refused call is not recorded, so it does not delay the session's timeout.
         """
         self._touch(session, now)
         session.num_running += 1

@@ -5,8 +5,9 @@ learner gives it no place in the broadcast and no lease. At the end the doctor s
 
     Greet -> Greeted      the node that answers
     Probe -> ProbeAck     round-trip time; upload rate, measured with blocks of zeros
-    Hello -> Welcome      the learner's signature, hashes, settings and time of day
-    AssetRequest -> Asset download rate, measured with the largest file that a worker inherits
+    Hello -> Welcome      the learner's signature and settings, the hashes of the learner's files,
+                          and the learner's time of day
+    AssetRequest -> Asset download rate, measured with the largest file that a node may request
     Goodbye
 
 If the doctor dials a relay, Greet and Probe measure the link to the relay. The later messages

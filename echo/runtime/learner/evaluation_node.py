@@ -178,7 +178,7 @@ class EvaluationNode(Node):
         )
 
     def release(self) -> None:
-        """Close the publisher's coder."""
+        """End the threads that encode versions."""
         self._publisher.coder.close()
 
     def result(self, version: PolicyVersion) -> EvalResult:

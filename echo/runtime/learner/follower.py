@@ -1,4 +1,7 @@
-"""Make the rows of metrics and the status of a run for its follower."""
+"""Make the rows of metrics and the status of a run for its follower.
+
+The follower is the part of the learner's process that writes and displays them.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,7 @@ class Reporter:
 
         Args:
             metrics: the trainer's metrics for the step.
-            staleness: number of trained tokens for each staleness in steps.
+            staleness: staleness in steps -> number of trained tokens with this staleness.
             now: the present time, seconds.
         """
         role = self._role

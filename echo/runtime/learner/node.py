@@ -323,7 +323,7 @@ class LearnerNode(Node):
         )  # fmt: skip
 
     def release(self) -> None:
-        """Close the coder. Release the ledger if an error has left it open."""
+        """End the threads that encode versions. Release the ledger if an error left it open."""
         self._coder.close()
         self.ledger.release()
 

@@ -133,7 +133,7 @@ class RemainingTime:
 
 
 class RunningClock:
-    """A clock that stands while the learner waits in a paused run.
+    """A clock that stops while the learner waits in a paused run.
 
     Steps and waits are measured by this clock, because a pause of the operator is neither a wait
     for workers nor part of a step. Until the first pause the clock shows the loop's time.
@@ -143,7 +143,7 @@ class RunningClock:
         self._stands_since, self._stood_s = math.inf, 0.0
 
     def turn(self, *, stands: bool, now: float) -> None:
-        """Let the clock stand or run from now on."""
+        """Stop the clock from now on if `stands` is true, else let it run."""
         self._stood_s += max(0.0, now - self._stands_since)
         self._stands_since = now if stands else math.inf
 
@@ -219,7 +219,7 @@ class Progress:
         self._clock.turn(stands=is_paused and not self.activity, now=now)
 
     def running(self, now: float) -> float:
-        """Return the loop's time `now` by the clock that stands while a paused run waits."""
+        """Return the time of the run's clock (`RunningClock`) at the loop's time `now`."""
         return self._clock.at(now)
 
     def begin(self, activity: str, *, now: float) -> None:
@@ -264,7 +264,10 @@ class Progress:
         return min(1.0, waited_s / max(now - since, 1e-9))
 
     def accepted(self, group: Group, *, now: float) -> None:
-        """Count a group that was stored in the ledger, and reset the counts of `zero_signal`."""
+        """Count a group that was stored in the ledger.
+
+        The counts of groups that failed or had no training signal begin at 0 again.
+        """
         self.num_accepted += 1
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
@@ -325,7 +328,7 @@ class Progress:
             groups: the groups of the step.
             waited_s: seconds that the learner waited for the groups.
             trained_s: seconds of training on the groups.
-            staleness: number of trained tokens for each staleness in steps.
+            staleness: staleness in steps -> number of trained tokens with this staleness.
         """
         self.lengths.trained(groups)
         # The statistics of a step also cover the groups that were left out since the step before.
@@ -701,9 +704,10 @@ class LinkTraffic:
     """
 
     def __init__(self, *, is_resumed: bool) -> None:
-        """Count from zero; a resumed learner counts from the nodes' first totals.
+        """Start without totals.
 
-        Nodes continue to count while the learner is away.
+        In a new run, the first total of a node counts in full. Nodes continue to count while the
+        learner is away. So a resumed learner counts only what a node adds to its first total.
         """
         self._is_resumed = is_resumed
         self._before: RecentMap[str, tuple[int, str]] = RecentMap(max_entries=MAX_NAMES_KEPT)
@@ -773,9 +777,11 @@ class TaskMetrics:
     """Computes counts per step from the totals that nodes report about the task's code."""
 
     def __init__(self, *, is_resumed: bool) -> None:
-        """Count from zero; a resumed learner counts from the workers' first totals.
+        """Start without totals.
 
-        Workers continue to count while the learner is away.
+        In a new run, the first totals of a worker count in full. Workers continue to count while
+        the learner is away. So a resumed learner counts only what a worker adds to its first
+        totals.
         """
         self._is_resumed = is_resumed
         self._before: RecentMap[str, Mapping[str, int]] = RecentMap(max_entries=MAX_NAMES_KEPT)
@@ -816,7 +822,7 @@ class TaskMetrics:
         return row
 
     def _last(self, node: str, counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the totals of a node at the last call, or those that its counts start from."""
+        """Return a node's totals at the last call; for a new node, the totals to count from."""
         known = self._before.get(node)
         if known is None:
             return counts if self._is_resumed and node != LEARNER_ID else {}

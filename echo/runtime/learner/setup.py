@@ -1229,8 +1229,8 @@ def evaluation_engine(
 def export_directory(config: Config, data: Data, directory: Path, publication: Publication) -> None:
     """Write a version into a directory that transformers or peft can load.
 
-    Tensors are written without a copy. Stacked experts are copied, because the files hold them as
-    separate tensors.
+    Tensors are written without a copy, except stacked experts. The files hold each expert as a
+    separate tensor, so stacked experts are copied.
     """
     assets, weights = tokenization.asset_files(data.model_dir), publication.tensors()
     if data.lora is not None:

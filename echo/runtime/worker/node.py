@@ -179,8 +179,9 @@ class WorkerParts:
         Args:
             work: the patch (the changed words and their places), and the image to change.
             specs: the descriptions of the tensors in the image.
-            is_loaded: whether the engine's weights were loaded from this image. If not, they were
-                loaded from an earlier copy of the same version, and all weights are loaded again.
+            is_loaded: whether the engine's weights were loaded from this image. It is False after
+                an earlier copy of this version was found damaged in memory. All weights are then
+                loaded again.
 
         Raises:
             EngineError: if the patch cannot be applied. The image and the engine are then

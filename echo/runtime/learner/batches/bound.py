@@ -40,7 +40,9 @@ class AdaptiveBound:
         self._log = log
 
     def adapt(self, step: int, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> bool:
-        """Let the controller move the bound. Return whether the bound became lower.
+        """Raise, lower or keep the bound, according to the signals of a step.
+
+        Return whether the bound became lower. If the bound is not adaptive, it never changes.
 
         A lower bound applies to new leases only. Buffered and running groups stay valid up to the
         hard bound. A lower bound also shortens the publish period, so the caller must publish at
@@ -49,7 +51,7 @@ class AdaptiveBound:
         Args:
             step: number of optimizer steps done.
             metrics: the trainer's metrics of the last step.
-            staleness: number of trained tokens for each staleness in steps.
+            staleness: staleness in steps -> number of trained tokens with this staleness.
         """
         if self._controller is None:
             return False

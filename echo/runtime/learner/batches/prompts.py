@@ -1,8 +1,9 @@
 """Prompts of a run: each group id has one prompt, determined by the run's seed.
 
-So the last group id in the ledger is also the position in the dataset. A group that is granted
-again has the same prompt as before, also after a resume. A chat template that writes the date uses
-the time at which the run began (`prompt_time`). So the prompt is the same after midnight.
+New groups get ascending ids. So the last group id in the ledger is also the run's position in the
+dataset. A group that is granted again has the same prompt as before, also after a resume. A chat
+template that writes the date uses the time at which the run began (`prompt_time`). So the prompt is
+the same after midnight.
 
 The task's code makes prompts and may be slow. So a thread makes prompts one by one before they are
 needed (`PromptsAhead`). A call that exceeds its time limit is abandoned.
@@ -87,7 +88,8 @@ class PromptSource:
             task: the task.
             text: converts prompts to token ids.
             seed: the run's seed, which determines each epoch's order and the seeds of the leases.
-            hides_answers: whether the example's text and answer are left out of leases.
+            hides_answers: whether leases leave out the example's text, answer and further data. A
+                lease then has only the prompt's token ids, and the example's index and split.
             timeout_s: longest time in which the task must make an example, seconds.
         """
         self._task = task
@@ -142,8 +144,9 @@ class PromptSource:
         """Check every row of the dataset; a prompt may have at most `max_prompt_tokens` tokens.
 
         The task decides whether a faulty row is refused or left out. The message about a row that
-        is too long ends with `remedy`. To save time, only two kinds of rows are tokenized: rows
-        with many bytes, and the largest of the other rows.
+        is too long ends with `remedy`. To save time, a row is tokenized only if its number of bytes
+        allows more than `max_prompt_tokens` tokens. Of all other rows, only the largest is
+        tokenized.
 
         Raises:
             DataError: if a row is refused. The message names the row.

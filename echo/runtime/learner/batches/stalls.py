@@ -9,8 +9,8 @@ The times between observations are added up for each step (`echo/fleet/explain.p
 is made
 
     during a wait    once the wait is longer than usual
-    after a step     if the step's wait was longer than usual; if the last NUM_STEPS steps waited
-                     for a large share of their time; or if the learner hardly waits and workers
+    after a step     if the step's wait was longer than usual; if waits took a large share of the
+                     time of the last NUM_STEPS steps; or if the learner hardly waits and workers
                      have no groups
 
 A wait is longer than usual if it exceeds each of three limits: USUAL_FACTOR times the median of the

@@ -1,10 +1,11 @@
 """Wait for a batch. After too long without workers, end the run.
 
-Normally an event makes the learner grant groups and publish versions, for example a heartbeat, a
+Normally the learner grants groups and publishes versions after an event, such as a heartbeat, a
 result or a step. Without an event, one check per heartbeat interval handles these cases:
 
-    all versions are too old for the next step    the learner publishes at once
-    no worker at all                              logged each minute; after a limit the run ends
+    the newest version is too old for the next batch    the learner publishes a version at once
+    there is no worker                                  this is logged each minute, and after a
+                                                        limit the run ends
 
 A paused run waits without a limit. Once a worker has joined, the limit is
 `network.reconnect_for_s`, because workers that have lost the learner redial for this time. Before
@@ -79,7 +80,7 @@ class BatchWait:
         return asyncio.get_running_loop().time() >= self.check_at
 
     def check(self, *, now: float) -> WaitReason:
-        """Return the reason why no worker can get a group; "" if there is none.
+        """Return the reason why no worker can get a group, or "" if there is no such reason.
 
         Raises:
             TransportError: if there has been no worker for longer than the limit.

@@ -235,8 +235,9 @@ class Activation:
         * An untried worker (without a measured rate, and active for less than a dwell) gets the
           mean of the measured rates.
         * For any other worker with a report, the rate is estimated from its reports.
-        * Any other worker gets the mean of the measured rates, but at most the rate of MIN_REPORTS
-          groups in its loaded time.
+        * Any other worker gets the mean of the measured rates, but at most the rate at which it
+          would have sampled MIN_REPORTS groups in its loaded seconds. Each second counts in
+          proportion to the worker's load.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}

@@ -1,8 +1,8 @@
 """Measure workers, and broadcasts to them, for the forecasts of activation.
 
 Three quantities are measured for each worker: its sampling rate, the time for which it was active,
-and the time in which it installs a version. The rate of the learner's uplink is taken from the
-version that was sent fastest.
+and the time in which it installs a version. A rate of the learner's uplink is also measured, from
+the version that was sent fastest.
 """
 
 from __future__ import annotations
@@ -133,9 +133,11 @@ class Measurements:
     def links(self, role: Learner, members: Collection[Member]) -> Links:
         """Return the learner's links, which forecast the broadcast to any set of workers.
 
-        The planner of the broadcast does not know every link. So a forecast is the planner's time
-        plus the longest measured delay of any worker in the set. A worker's measurements are kept
-        while the worker is on standby.
+        The planner of the broadcast does not know every link, so a worker may install a version
+        later than planned. The forecast for a set of workers is therefore the planned time plus the
+        longest such delay that was measured for a worker of the set. A worker on standby keeps its
+        measurements. For a set with workers on standby, the longest `alone_s` of these workers
+        takes the place of a shorter planned time.
         """
         relays = role.roster.members("relay")
         ahead = [relay.node_id for relay in relays]
@@ -171,9 +173,10 @@ class Measurements:
     def _uplink(self, role: Learner) -> float | None:
         """Return the rate of the learner's uplink in bytes per second; None if it is unknown.
 
-        The result is the higher of two rates: one measured by installations, one by the broadcast.
-        If the broadcast has measured no rate, the configured rate is used. The broadcast measures
-        no rate for small versions, and too low a rate if the learner's children are slow.
+        The result is the higher of two rates: the rate measured by installations, and the rate
+        measured by the broadcast. If the broadcast has measured no rate, the configured rate takes
+        the place of the broadcast's. The broadcast measures no rate for small versions, and too low
+        a rate if the learner's children are slow.
         """
         estimate = role.broadcast.uplink.bytes_per_s
         assumed = role.settings.site.uplink_bytes_per_s if estimate is None else None

@@ -141,7 +141,10 @@ class EvalResult:
     def describe(self, *, is_rate: bool) -> str:
         """Return a log line.
 
-        If `is_rate` is true, every reward of all evaluations of the run so far was 0 or 1.
+        Args:
+            is_rate: whether every reward of the run's evaluations so far was 0 or 1. If so, the
+                line calls the means pass rates. It also has pass@k if each prompt had k > 1 sampled
+                answers.
         """
         figure = f"{held_out(is_rate)} {self.sampled:.3f} sampled, {self.greedy:.3f} greedy"
         if is_rate and self.scores.num_samples > 1:
@@ -343,8 +346,8 @@ class Evaluator:
 class EvaluationSchedule:
     """Decides for each published version whether it is evaluated.
 
-    Some steps are not published. So a version is due if its step, or an unpublished step directly
-    before it, is a multiple of the interval. A version is skipped while another evaluation runs.
+    Some steps are not published. So a version is due if its step, or any step since the previous
+    version's, is a multiple of the interval. A version is skipped while another evaluation runs.
     The last step's version is never due, because the end of the run evaluates it.
     """
 

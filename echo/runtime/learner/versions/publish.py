@@ -217,7 +217,8 @@ class Publisher:
     ) -> None:
         """Make versions of the run that `identity` identifies. `images` makes their images.
 
-        `attribution`, if given, keeps each image.
+        `attribution` measures causes of the sampler-learner mismatch. If it is given, it gets each
+        image, and writes the image to disk for later measurements.
         """
         self.coder = Coder(identity.key, encrypts=encrypts, helpers=images.helpers)
         self._identity = identity
