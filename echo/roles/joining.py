@@ -15,21 +15,22 @@ The learner's end (`Admission.TABLE`), for each node:
 
     unknown --Hello--> known --Ready--> admitted
 
-Goodbye, silence, wrong hashes and an internal error lead back to unknown. If a new process sends a
-Hello under the name of a silent process, the state becomes known again. If a node sends messages
-about work before its admission, the learner answers with Rehello.
+Goodbye, silence, wrong hashes and an internal error lead back to `unknown`. A Hello that a new
+process sends under the name of a silent process leads to `known`. If a node sends messages about
+work before its admission, the learner answers with Rehello.
 
 An event is a message, or a fact that an end observes itself. The table's entry for the present
 state and the event has the next state and a method to call. No other code changes the state.
 
-Model, tokenizer, chat template, stop ids, task source and dataset are compared by hash. If a node
-lacks the model's configuration and tokenizer, the node inherits these files from the learner. Then
-their hashes match. Code and weights are never inherited.
+Node and learner compare the hashes of model, tokenizer, chat template, stop ids, task source and
+dataset. A node that lacks the model's configuration and tokenizer inherits these files from the
+learner, so they have the learner's hashes. Code and weights are never inherited.
 
 Any process with the run's secret may act as a relay. So the learner signs inherited files and
 settings, and nodes verify the signature before use. A node gets the fingerprint of the learner's
 key from the join string. Without encryption (`security.curve = false`) there is no fingerprint, and
-a node can only check that one key has signed everything. File names come from a fixed table.
+a node can only check that one key has signed everything. A node refuses inherited files whose names
+are not in INHERITED_FILES, because a file with another name could be code.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 class Configure(Action):
     """Action: build task and engine from the learner's files and settings.
 
-    Then report the hashes of their files.
+    Then report the hashes of the files of task and engine.
     """
 
     settings: dict[str, Any]
@@ -371,7 +372,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Event: task and engine are built. `digests` has the hashes of their files."""
+    """Event: task and engine are built. `digests` has the hashes of the files of both."""
 
     digests: dict[str, str]
 
@@ -514,7 +515,7 @@ class Joining:
         return self._take(Lost(retry_at), [], now)
 
     def configured(self, digests: dict[str, str], *, now: float) -> list[Action]:
-        """Record that task and engine are built. `digests` has the hashes of their files."""
+        """Record that task and engine are built. `digests` has the hashes of the files of both."""
         return self._take(Built(digests), [], now)
 
     def give_up(self, reason: str, error: EchoError, *, now: float) -> list[Action]:
@@ -911,9 +912,10 @@ class Admission:
         return self._take(source, self._classify(source, message, now), payload, now)
 
     def is_missing_hello(self, source: str, message: Message) -> bool:
-        """Return whether a known node must first send Hello if this message arrives on a new link.
+        """Return whether a node must send Hello before the learner handles this message.
 
-        Messages about joining need no Hello.
+        The message has arrived on a new link. A known node must send Hello first over this link,
+        but messages about joining need no earlier Hello.
         """
         is_joining = isinstance(message, Hello | Ready | AssetRequest)
         return source in self.roster.nodes and not is_joining
@@ -921,9 +923,10 @@ class Admission:
     def proves_name(self, source: str, message: Message) -> bool:
         """Return whether a message comes from the process that holds the name `source`.
 
-        If no process holds the name, the result is true. Otherwise a Ready or a Hello must have the
-        incarnation of the process that holds the name. The caller has checked the seal of a Ready.
-        After a sealed message of the process has arrived, a Hello no longer proves the name.
+        If no process holds the name, the result is True. Otherwise only a Ready or a Hello with the
+        incarnation of the process that holds the name can prove the name. A Ready has a seal, which
+        the caller has checked. A Hello has no seal, so a Hello proves the name only until the first
+        sealed message of the process has arrived.
         """
         member = self.roster.nodes.get(source)
         match message:

@@ -281,7 +281,7 @@ class Learner(Role):
         """Drop the node that sent a message. If the sender is not a node, close its link.
 
         A relay's link stays open for the other nodes behind the relay. The dropped node must send
-        Hello again. Plans and grants follow at the next deadline.
+        Hello again. The learner makes a new plan and new grants at the next deadline.
         """
         self.counters.add("internal_errors")
         source, target, _ = describe(frames)
@@ -524,7 +524,7 @@ class Learner(Role):
         slow down the broadcast. After its activation, the worker fetches weights like a late
         joiner, and gets leases when it has installed the version.
 
-        The plan that such a worker gets sets the standby and names no parents. The plan is repeated
+        A plan without parents tells the worker that it is on standby. The learner repeats the plan
         at each heartbeat until the worker follows the plan, so a lost plan is harmless.
         """
         changed = False

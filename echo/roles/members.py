@@ -119,8 +119,8 @@ class Member:
     def beat(self, message: Heartbeat, *, now: float) -> int | None:
         """Record a heartbeat. Return how many tokens were sampled since the previous heartbeat.
 
-        For the first heartbeat the result is None, because some tokens may have been sampled before
-        the learner was resumed.
+        For the first heartbeat the result is None. The node's counter may then include tokens that
+        the learner has already counted, before it was resumed.
         """
         stats, before = message.stats, self.tokens_sampled
         self.last_seen_at, self.tokens_sampled = now, stats.tokens_sampled
@@ -152,12 +152,12 @@ class Member:
 
     @property
     def is_standby(self) -> bool:
-        """Whether the node is a worker on standby. Such a worker has no leases and no weights."""
+        """Whether the node gets no new leases and no weights: it is on standby or being drained."""
         return self.node.is_standby
 
     @property
     def is_resting(self) -> bool:
-        """Whether the node is on standby and stays there. A draining node works until it leaves."""
+        """Whether the node is on standby and not being drained."""
         return self.is_standby and self.hold != "drain"
 
     def rates(self) -> tuple[float, float, float]:
@@ -176,13 +176,14 @@ class Member:
         )
 
     def mean_s(self, seconds: str, *, per: str) -> float | None:
-        """Return the mean seconds that one unit of a counter takes, such as one byte.
+        """Return how many seconds one unit of a counter takes on average, such as one byte.
 
-        The last heartbeats are used. The result is None if the counter `per` has not increased.
+        The average is over the last heartbeats. If the counter `per` has not increased, the result
+        is None.
 
         Args:
-            seconds: name of the counter that adds up the milliseconds.
-            per: name of the counter to divide by, or "bytes_received".
+            seconds: name of the counter of the time, which counts milliseconds.
+            per: name of the counter of the units, or "bytes_received".
         """
         if not self.history:
             return None
@@ -359,10 +360,10 @@ class Roster:
         return left
 
     def hold(self, node_id: str, hold: Hold | None) -> None:
-        """Record what the operator has chosen for a node. `None` returns the node to the run.
+        """Record what the operator has chosen for a node. None cancels the earlier choice.
 
-        The choice also applies to later processes with this name. After a drain, the choice ends
-        with the present process.
+        A standby also applies to later processes with this name. A drain applies only to the
+        present process.
         """
         member = self.nodes.get(node_id)
         if hold is None:

@@ -7,14 +7,16 @@ replaced independently, and the node continues to work while a link is lost.
 
 `roles/joining.py` has the table of a node's states. The rules of the links are:
 
-* In each state, the node repeats the state's message every `retry_s` until it enters the next
-  state. Task and engine can take minutes to build. While they are built, the node repeats Hello
-  once per heartbeat interval. So neither the node nor the learner counts as silent.
+* While a node joins, it repeats the message of its state every `retry_s` until it enters the next
+  state. A request for a file is repeated only after half of `dead_after_s`, because a large file
+  takes a while. Task and engine can take minutes to build. Meanwhile the node sends Hello once per
+  heartbeat interval, and the learner answers. So neither the node nor the learner counts as silent.
 * The control link tries the addresses in turn until the learner answers (`roles/control.py`).
 * A Welcome of another run, with other settings or with other hashes, ends the node, because
   retrying cannot help.
-* All other messages need the learner's seal (`wire/seals.py`). A message without a valid seal is
-  refused, and counts as a fault of the node that forwarded it.
+* The learner's messages need its seal (`wire/seals.py`), except the types in UNSEALED
+  (`wire/messages.py`). A message without a valid seal is refused, and counts as a fault of the node
+  that forwarded it.
 * The weights link follows the newest plan (`weights/parents.py`).
 """
 
@@ -254,9 +256,10 @@ class DialingRole:
             return actions
 
     def expel(self, peer: str, frames: list[Frame], *, now: float) -> list[Action]:
-        """If a message has caused an internal error, close the link over which it arrived.
+        """Handle an internal error that a message has caused.
 
-        If the message is for another node, the link stays open.
+        If the message was for this node, close the link over which the message arrived. If it was
+        for another node, keep the link.
         """
         self.counters.add("internal_errors")
         _, target, _ = describe(frames)

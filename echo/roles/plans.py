@@ -94,6 +94,11 @@ class Plans:
         """Make a plan now. Return the actions that send it to the nodes whose parents have changed.
 
         If the last plan was made too recently, delay the plan until the next deadline.
+
+        Args:
+            now: the present time, seconds.
+            is_between: whether one version has been sent and the next will be sent soon. At this
+                time, changed parents disturb no transfer.
         """
         if not self._paced.may(len(self._roster.nodes), now=now):
             return []
@@ -114,9 +119,10 @@ class Plans:
     # --- what heartbeats and probes show ---------------------------------------------------------
 
     def before_heartbeat(self, member: Member, message: Heartbeat, *, now: float) -> list[Action]:
-        """Record what a heartbeat says about links. Call this method before `Member.beat`.
+        """Record what a heartbeat says about links. If a probe is started, return its actions.
 
-        If a probe is started, return its actions.
+        Call this method before `Member.beat`, which replaces the statistics of the previous
+        heartbeat. This method compares the two heartbeats.
         """
         self.planner.learn(message.stats, former=member.stats)
         if message.stats.uplink_bytes_per_s:
@@ -135,10 +141,11 @@ class Plans:
         return self._routes.to(member.node_id, plan)
 
     def _probe(self, member: Member, now: float) -> list[Action]:
-        """Start to measure the learner's uplink with a probe to a node whose own uplink is known.
+        """Start to measure the learner's uplink with a probe to a node.
 
-        While weights are sent, no probe is sent, because the probe would measure only the remaining
-        bandwidth.
+        The node must have measured its own uplink, so that the two measurements do not delay each
+        other. While weights are sent, no probe is sent, because the probe would measure only the
+        remaining bandwidth.
         """
         peer = self._routes.peer_of(member.node_id)
         is_shown = member.stats.uplink_bytes_per_s is not None

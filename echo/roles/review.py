@@ -53,9 +53,10 @@ class WorkerReview:
 
     @property
     def num_discounted(self) -> int:
-        """Number of recent useless groups that do not count towards the limit on useless groups.
+        """Number of groups since the last useful group that are not counted.
 
-        When the limit is reached, the run ends.
+        These groups are from workers that are set aside. When the counted groups since the last
+        useful group reach a limit, the run ends.
         """
         return self._usefulness.num_discounted
 

@@ -3,9 +3,10 @@
     staying --begin--> stopping --is_stopped--> delivering --finish--> drained
 
 A leaving worker accepts no more leases. In the state *stopping*, the worker waits for its recalled
-engine calls. Then it sends its unfinished groups to the learner and saves them, once. In the state
-*delivering*, the worker waits for the last rewards, for acknowledgements, and for its file to be
-written. Each of the two waits takes at most DRAIN_S.
+engine calls. At the end of this state, the worker sends its unfinished groups to the learner, and
+starts to write them to its own file. In the state *delivering*, the worker waits for the last
+rewards, for acknowledgements, and until the file is written. Each of the two waits takes at most
+DRAIN_S.
 
 A worker leaves if its operator stops the worker, or if a limit of `ReleaseTerms` has passed. In the
 second case, the machine is given back after the worker is drained.

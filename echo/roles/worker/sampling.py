@@ -251,7 +251,10 @@ class EngineCalls:
         that causes the error is found."""
 
     def measure(self, num_returned: int, *, now: float) -> None:
-        """Measure the engine's throughput; `num_returned` tokens were sampled in ended calls."""
+        """Measure the engine's throughput.
+
+        `num_returned` is the number of tokens that all ended calls have sampled.
+        """
         if self.engine.sampler == "engine":
             groups = [group for call in self._calls for group in call.groups]
             num_rollouts = sum(not m.is_finished for group in groups for m in group.members)
@@ -483,9 +486,10 @@ class EngineCalls:
     def _on_raised(self, event: CallRaised) -> list[Decision]:
         """Handle a call that raised an error.
 
-        If it had one group, end the group; otherwise make smaller calls. Several groups are sampled
-        again in calls of half the size, to find the group that causes the error. If the engine is
-        no longer usable, the groups of all calls end on this worker; other workers may sample them.
+        If the call had several unfinished groups, these groups are sampled again in calls of half
+        the size, to find the group that causes the error. A group that was alone in its call ends.
+        If the engine is no longer usable, the groups of all calls end on this worker; other workers
+        may sample them.
         """
         self._counters.add("engine/calls_failed")
         calls = [event.call] if event.is_usable else list(self._calls)

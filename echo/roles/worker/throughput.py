@@ -29,7 +29,10 @@ class EngineThroughput:
         """For high load (True) and for low load (False): (tokens, seconds)."""
 
     def look(self, num_rollouts: int, num_tokens: int, *, now: float) -> None:
-        """Count the time and tokens since the last `look`, if the load has stayed high or low.
+        """Add the time and the tokens since the last `look` to the sums for high or low load.
+
+        Nothing is added if only one of the two loads was high, or if the engine was empty. A new
+        largest number of rollouts clears the sums, because it changes which loads are high.
 
         Args:
             num_rollouts: number of rollouts in the engine now.

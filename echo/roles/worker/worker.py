@@ -117,7 +117,7 @@ refuses it. So the lease waits for this time, and is then returned for another w
 
 @dataclass(frozen=True, slots=True)
 class EngineBuilt:
-    """Event: task and engine are built. `digests` has the hashes of their files."""
+    """Event: task and engine are built. `digests` has the hashes of the files of both."""
 
     engine: EngineFacts
     digests: dict[str, str]
@@ -135,7 +135,10 @@ class LeasesDemanded:
 
 @dataclass(frozen=True, slots=True)
 class LeasesAlive:
-    """Event: for each of these leases, agents have shown `num_signs` signs of life in total."""
+    """Event: these leases are open at the agents, so they must be renewed.
+
+    `num_signs` grows with each event. The learner sees an increase as progress of the group.
+    """
 
     leases: Sequence[Lease]
     num_signs: int
@@ -260,9 +263,9 @@ class Worker(DialingRole):
     def heartbeat(self, *, now: float) -> list[Action]:
         """Send a heartbeat now. It tells the learner this worker's state.
 
-        A group that is being scored counts as alive, because every call of a task's code has a time
-        limit. So if a call hangs or waits for a thread, the group ends with the task's error before
-        its lease expires.
+        A group that is being scored counts as making progress, so its lease does not expire. This
+        state ends in any case, because every call of a task's code has a time limit. If a call
+        hangs or waits for a thread too long, the group ends with the task's error.
         """
         for group in self.held.of(GroupState.SCORING):
             group.num_progress += 1
@@ -355,8 +358,8 @@ class Worker(DialingRole):
     def on_admitted(self, *, now: float) -> list[Action]:
         """Handle the admission: send a heartbeat, and send each unacknowledged result again.
 
-        Unfinished groups are sent again at their next due time. A restarted learner has lost these
-        groups, and a lost link may have lost messages.
+        All tokens of unfinished groups count as not sent, and are sent again when they are next
+        due. A restarted learner has lost these tokens, and a lost link may have lost messages.
         """
         actions = super().on_admitted(now=now)
         self.outbox.resend_all()
