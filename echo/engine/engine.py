@@ -15,7 +15,7 @@ tokens have exactly the new version's distribution. The cost is one prefill of a
 sequences. "keep" continues at once with the old keys and values, so the next tokens come from a
 mixture of both versions. The log-probabilities of these tokens still belong to the distribution
 that the tokens were sampled from. But no single version reproduces these log-probabilities. So the
-learner computes a nonzero log-ratio even with unchanged weights.
+learner computes a log-ratio other than 0 for these tokens, even with the newest version's weights.
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ class Sampling:
 
     def barred_support(self, num_sampled: int, num_tokens: int) -> TokenSets:
         """Return the supports of the next tokens, for settings that do not truncate.
+
+        A token that cannot be a stop id (`num_barred`) has all other ids as its support. The other
+        tokens may be any id, so no support is recorded for them.
 
         Args:
             num_sampled: number of tokens of the completion that were sampled before.
@@ -281,7 +284,10 @@ class Watcher:
         """
 
     def on_progress(self, number: int) -> None:
-        """Receive the number of work steps that sampled no token, as in a long prefill."""
+        """Receive the number of work steps since the previous call that sampled no token.
+
+        For example, each layer of a long prefill is a work step.
+        """
 
     def on_completion(self, completion: Completion) -> None:
         """Receive a completion that was not aborted.

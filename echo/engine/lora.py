@@ -116,8 +116,8 @@ def draw_adapter(shapes: Mapping[str, torch.Size], *, seed: int) -> dict[str, Te
 def _inject(model: Any, lora: Lora) -> Any:
     """Add an adapter to a model, and return peft's configuration of the adapter.
 
-    In a mixture of experts, peft adapts bare parameters, too, and lists their names in the
-    configuration.
+    In a mixture of experts, the weights of the experts may be parameters without a linear module.
+    peft adapts these parameters, too, and lists their names in the configuration.
     """
     config = _peft_config(lora)
     _check_targets(model, lora.target_modules)
@@ -379,7 +379,8 @@ def _noted_digest(path: Path, note: str, lora: Lora) -> str:
     """Return the base's hash that the run recorded in base.json.
 
     Raises:
-        DataError: if the hash cannot be read. The message contains the line to restore.
+        DataError: if the hash cannot be read. The message contains the line to write into
+            base.json.
     """
     try:
         return str(json.loads(path.read_bytes())["digest"])

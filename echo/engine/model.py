@@ -420,8 +420,8 @@ def check_weight_files(directory: Path, model: Any) -> None:
         model: built from config.json; may be on the meta device.
 
     Raises:
-        DataError: if a file is missing or damaged, or if a tensor is missing, has another shape
-            than in the model, or is unknown to its layer.
+        DataError: if a file is missing or damaged, if a tensor is missing, if a tensor has another
+            shape than in the model, or if a file holds a tensor that its layer in the model lacks.
     """
     shapes, own = shapes_in(directory), model.state_dict(keep_vars=True)
     wrong = [
@@ -668,7 +668,7 @@ def vocab_size(model_dir: Path) -> int:
 
 
 def write_model_files(asset_dir: Path, assets: Mapping[str, bytes]) -> Path:
-    """Write a worker's received model files to `asset_dir`, and return that path.
+    """Write the model files that a worker has received to `asset_dir`, and return that path.
 
     Raises:
         DataError: if a JSON file cannot be parsed.
@@ -751,9 +751,8 @@ def free_gpu_bytes(name: str) -> int | None:
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """Return the dtype to compute in.
 
-    "auto" is bfloat16 on a GPU and float32 elsewhere.
-
-    For a CPU, `with_cpu_dtype` has already replaced "auto" by the faster dtype.
+    "auto" gives bfloat16 on a GPU and float32 on any other device. For a node that computes on a
+    CPU, `with_cpu_dtype` replaces "auto" by the faster dtype before this function is called.
     """
     if name == "auto":
         name = "bfloat16" if device.startswith("cuda") else "float32"

@@ -15,7 +15,7 @@ from echo.tasks.tokenization import UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """The stop strings of a call of the engine. There is at least one."""
+    """The stop strings of a call of the engine: at least one stop string."""
 
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str] = field(compare=False)
@@ -45,10 +45,11 @@ class StopStrings:
         return any(text.count(stop) > before.count(stop) for stop in self.texts)
 
     def begin(self, token_ids: Sequence[int]) -> int | None:
-        """Return where the stop string begins that the last token completes, in characters.
+        """Return the position, in characters, of the stop string that the last token completes.
 
-        If the token completes several, as two line ends in one token do, return where the first of
-        them begins. If the token completes none, return None.
+        The token may complete several stop strings. For example, a token of two line ends completes
+        a stop string of one line end twice. The position is then that of the first stop string. If
+        the token completes no stop string, return None.
         """
         text, before = self.decode(token_ids), self.decode(token_ids[:-1])
         begins = []

@@ -493,7 +493,7 @@ buffer of this size. The host's buffer is pinned.
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive blocks that are compared at a time, with words of one size."""
+    """Consecutive blocks that are compared in one operation. All their words have the same size."""
 
     blocks: range
     start: int
@@ -607,7 +607,10 @@ class DeviceDelta:
         return num_bytes + sum(stop - start for start, stop in whole)
 
     def _find(self, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return two tensors: each changed word's index in the block, and new minus old value."""
+        """Return two tensors: each changed word's index in the block, and new minus old value.
+
+        Words in blocks that are copied as a whole are left out.
+        """
         old, new = self._words(piece)
         per_block = self._block_bytes // piece.word_bytes
         differs = old != new
@@ -792,9 +795,10 @@ class VersionImages:
             is_on_device: whether to keep the last image on the weights' device and find the changes
                 there. If None, this is done only on a CUDA device.
             unrounded: names of floating-point tensors that keep their own dtype.
-            copy_stream: stream of the device that copies images to the host. The trainer waits for
-                the stream before it changes the weights. If there is no stream and the host finds
-                the changes, `make` itself waits for the copy.
+            copy_stream: stream of the weights' device, in which images are copied to the host. The
+                trainer waits for the stream before it changes the weights. The stream is used only
+                if the host finds the changes. If the host finds them and `copy_stream` is None,
+                `make` itself waits for the copy.
         """
         self._dtype = dtype
         self._unrounded = unrounded

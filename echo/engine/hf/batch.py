@@ -266,7 +266,10 @@ class StaticBatch:
         return self._prompts[used], mask, torch.from_numpy(prompt_of_row)
 
     def final_mask(self) -> Tensor | None:
-        """Return the mask [B, L + T] for rows of full length; None if no row is padded."""
+        """Return the mask [B, L + T] that the rows have after T tokens.
+
+        Return None if no row is padded.
+        """
         if self._mask is None:
             return None
         shown = self._mask[self._prompt_of_request[self._rows]]

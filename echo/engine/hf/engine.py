@@ -148,8 +148,8 @@ class TransformersEngine(Engine):
             supported.
         num_threads: CPU threads of one operation; 0 keeps torch's setting.
         kv_cache: what happens to cached keys and values when weights change between two tokens.
-        lora: shape of the adapters that `load` takes. It also names the base model, which then
-            replaces `model_dir`. None if `load` takes all weights.
+        lora: the base model, which replaces `model_dir`, and the shape of the adapters that `load`
+            takes. None if `load` takes all weights.
     """
 
     def __init__(

@@ -153,7 +153,8 @@ def check_installation() -> None:
 def import_vllm(*, is_cpu: bool, passed: Mapping[str, Any], num_threads: int) -> None:
     """Import vLLM after setting its environment variables.
 
-    The imported vLLM records the supports of tokens.
+    Functions of the imported vLLM are replaced, so that vLLM collects the supports of tokens
+    (supports.py) and finds stop strings (stops.py).
 
     A second call does nothing.
 
@@ -381,7 +382,10 @@ def lora_arguments(rank: int, targets: list[str], num_versions: int) -> dict[str
 
 
 def adapter_slots(num_versions: int) -> dict[str, int]:
-    """Return vLLM's arguments that keep all adapters loaded, and one more adapter for the probe."""
+    """Return the arguments with which vLLM keeps `num_versions` + 1 adapters loaded.
+
+    While a new version is probed, `num_versions` earlier versions stay loaded.
+    """
     # One batch can hold every adapter, so no request waits and vLLM never evicts an adapter.
     return {"max_loras": num_versions + 1, "max_cpu_loras": num_versions + 1}
 

@@ -229,9 +229,9 @@ def adapter_request(slot: VersionSlot, path: str = "loaded") -> Any:
     """Return vLLM's LoRARequest for the adapter of a slot.
 
     vLLM identifies a loaded adapter by its number alone. If an adapter with the same number is
-    already loaded, vLLM ignores the directory and uses the loaded weights. vLLM shares keys and
-    values between requests whose adapters have the same name and path. So each number and name is
-    used only once.
+    already loaded, vLLM uses the loaded weights and does not read the directory `path`. vLLM shares
+    keys and values between requests whose adapters have the same name and path. So each number and
+    name is used only once.
     """
     from vllm.lora.request import LoRARequest
 

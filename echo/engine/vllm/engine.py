@@ -116,7 +116,8 @@ class CacheCapacity:
     def resize(self, num_blocks: int, num_seqs: int) -> None:
         """Set the total numbers of blocks and places.
 
-        The numbers of free blocks and places change by the same amounts.
+        The number of free blocks changes by as much as the total number of blocks, and the number
+        of free places by as much as the total number of places.
         """
         with self._lock:
             self._num_blocks += num_blocks - self._all[0]
@@ -358,7 +359,10 @@ class Call:
     def _support_of(
         self, sample: BackendOutput, num_tokens: int, request: Request
     ) -> TokenSets | None:
-        """Return the supports of a sample's first tokens; None if all ids could be drawn."""
+        """Return the supports of a sample's first `num_tokens` tokens.
+
+        Return None if every id could be drawn for each token.
+        """
         if self._num_ids:
             return self._engine.support_of(sample, self._num_ids)[:num_tokens]
         if not self._sampling.has_support:
@@ -411,7 +415,7 @@ def make_params(
 def likely_of(sample: BackendOutput, sampling: Sampling) -> TokenSets:
     """Return the k most likely ids of each token, where k is `sampling.likely_ids`.
 
-    vLLM also returns the sampled id. If this id is less likely, it is left out.
+    vLLM also returns the sampled id. If the sampled id is not among the k ids, it is left out.
     """
     sets = sample.likely
     assert sets is not None
@@ -447,7 +451,10 @@ class _Installed:
 
 
 def _refuse(device: str, kv_cache: KvCache, lora: Lora | None) -> None:
-    """Raise if vLLM cannot use this device, or if `kv_cache` has no effect (LoRA)."""
+    """Raise if vLLM cannot use this device, or if `kv_cache` is "keep" with LoRA.
+
+    With LoRA, `kv_cache` would have no effect.
+    """
     if device not in ("cpu", "cuda"):
         raise EngineError(
             f'vLLM takes the GPUs that it sees: in place of worker.device = "{device}" set '
@@ -469,7 +476,10 @@ def _make_launcher(
     process: Process,
     num_threads: int,
 ) -> Launcher:
-    """Return vLLM's launcher. With LoRA, memory limits the number of adapters."""
+    """Return vLLM's launcher.
+
+    With LoRA, vLLM keeps no more versions of the adapter than fit into the host's memory.
+    """
     num_versions = Engine.num_versions
     if lora is not None:
         free = free_bytes(torch.device("cpu"))
@@ -506,8 +516,8 @@ class VllmEngine(Engine):
         kv_cache: whether running rollouts keep their keys and values when weights are swapped.
         arguments: engine arguments passed through to vLLM.
         num_threads: CPU threads per operation; 0 for vLLM's choice.
-        lora: shape of the adapters that `load` takes. It also names the base model, which then
-            replaces `model_dir`. None if `load` takes all weights.
+        lora: the base model, which replaces `model_dir`, and the shape of the adapters that `load`
+            takes. None if `load` takes all weights.
         demand: expected rollouts, which determine the size of the KV cache on a CPU. If None, free
             memory determines the size.
 

@@ -99,7 +99,7 @@ def with_remedy(reason: str) -> str:
 def find_missing_compiler() -> str:
     """Return what is missing for Triton to compile C code; "" if nothing is missing.
 
-    vLLM may still start, because Triton's cache may hold the compiled code.
+    Even if something is missing, vLLM may start, because Triton's cache may hold the compiled code.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -128,11 +128,12 @@ def find_missing_plugin() -> str:
 
 @contextmanager
 def alone_on_gpus(num_gpus: int) -> Iterator[None]:
-    """Hold a lock on each of the first `num_gpus` GPUs while vLLM starts on them.
+    """Hold a lock on each of the first `num_gpus` GPUs while the block starts vLLM on them.
 
     vLLM measures the free memory of a GPU before and after a trial run. If another vLLM started on
-    the same GPU in between, the first start would fail or compute a wrong memory share. The locks
-    are released when the process ends.
+    the same GPU in between, the first start would fail or compute a wrong memory share. If a lock
+    is not free after MAX_WAIT_S, the block runs without it. If the process dies in the block, its
+    locks are released, too.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(num_gpus)]

@@ -37,7 +37,7 @@ HANDED_OVER: dict[str, Any] = {}
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Arguments that set up the transfer: no arguments are needed."""
+    """Arguments that set up the transfer. There are none, because the transfer needs no set-up."""
 
 
 @dataclass
