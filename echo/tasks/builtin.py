@@ -11,8 +11,9 @@ the text after it is the sum, else 0. The scratchpad does not affect the reward.
 
 Most demonstrations forget every carry, both in the columns and in the sum. About 47 % of the
 demonstrations are right, because some sums have no carry and some demonstrations include the
-carries. Imitation cannot exceed this share. An imitator's most likely answer omits the carries.
-Only the rewards can teach the policy to carry.
+carries. A policy that only imitates the demonstrations is right in at most about 47 % of its
+completions. Its most likely completion omits the carries. Only the rewards can teach the policy to
+carry.
 
 **Countdown** with three digits: reach a target with + - * and parentheses, using each digit once.
 
@@ -186,7 +187,8 @@ def evaluate(expression: str) -> tuple[int, list[int]]:
     """Return an expression's value, and the whole numbers that the expression contains.
 
     Raises:
-        ValueError: if the text is not such an expression, or has other operators than + - *.
+        ValueError: if the text is not an expression of whole numbers, + - * and parentheses, or is
+            longer than MAX_EXPRESSION_CHARS.
     """
     if len(expression) > MAX_EXPRESSION_CHARS or not set(expression) <= set("0123456789+-*()"):
         raise ValueError(f"not an expression over digits, + - * and (): {expression[:80]!r}")

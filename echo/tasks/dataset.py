@@ -49,7 +49,7 @@ NO_PATH = "the task has no training rows: set task.options.path to a JSONL or Pa
 
 
 class RowsTask(Task):
-    """Takes its examples from the rows of a dataset, in order, for each split.
+    """Takes the examples of each split from the rows of a dataset, in the order of the rows.
 
     Args:
         path: the training rows. A worker receives examples from the learner and needs no path.

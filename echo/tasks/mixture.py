@@ -166,10 +166,15 @@ async def _when_begun(task: Task, own: Awaitable[Any]) -> tuple[Task, Any]:
 
 
 def spread(shares: Sequence[float]) -> list[tuple[int, int]]:
-    """Return the schedule of one cycle, in which each part's places are spread evenly.
+    """Divide CYCLE places between parts, so that the places of each part are spread evenly.
 
-    Each place is (part, number of earlier places of this part). Among the first n places, a part
-    with the share s has s*n places, plus or minus one.
+    Among the first n places, a part with the share s has s*n places, plus or minus one.
+
+    Args:
+        shares: the share of each part in the places.
+
+    Returns:
+        For each place: the index of its part, and the number of earlier places of this part.
     """
     counts = [0] * len(shares)
     schedule = []

@@ -79,7 +79,10 @@ def _imports(path: Path, directories: Sequence[Path]) -> Iterator[tuple[str, Seq
 
 
 def _resolve(name: str, bases: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return the files that an import of `name` would run, from the first base that has any."""
+    """Return the files that an import of `name` would run.
+
+    The files are from the first directory in `bases` that has such a file.
+    """
     for base in bases:
         found: list[tuple[str, Path]] = []
         place, parts = base, name.split(".")

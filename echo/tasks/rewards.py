@@ -5,13 +5,14 @@ compares them. `perform` counts the call, repeats it after a transient error, an
 rewards are within the limits. `_answer` executes the call, in a thread (InlineHost) or in a process
 (PoolHost). Any thread may call a host. The call blocks the thread.
 
-**Threads** are for tasks with `is_bounded`. A call in a thread costs much less than a call in a
-process. A small model makes thousands of short completions per second, for which processes would
-cost more than the scoring itself. The code may raise an error or return a wrong type. If the code
-does not return, its thread is abandoned, and a new thread takes the place of the abandoned thread.
-The number of abandoned threads is limited, since Python cannot kill a thread. Threads give no
-protection against code that holds the interpreter's lock forever, such as a `re` match with
-catastrophic backtracking or a huge integer power. Such code stalls the whole node.
+**Threads** are for tasks with `is_bounded`, whose code returns soon for any input. A call in a
+thread costs much less than a call in a process. A small model makes thousands of short completions
+per second, for which processes would cost more than the scoring itself. The code may raise an error
+or return a wrong type. If the code does not return, its thread is abandoned, and a new thread takes
+the place of the abandoned thread. The number of abandoned threads is limited, since Python cannot
+kill a thread. Threads give no protection against code that holds the interpreter's lock forever,
+such as a `re` match with catastrophic backtracking or a huge integer power. Such code stalls the
+whole node.
 
 **Processes** are for all other tasks. Each process is an interpreter that imports the task and
 little else of Echo (processes/main.py). A process is started for the first call that needs a
@@ -130,8 +131,8 @@ class Limits:
 class TaskHost(abc.ABC):
     """Executes calls of a task's code. Any thread may use the host.
 
-    The host counts the calls, their milliseconds and their faults, under names that begin with
-    `env/`.
+    The host counts the calls, the milliseconds that they take, and their faults, under names that
+    begin with `env/`.
     """
 
     def __init__(

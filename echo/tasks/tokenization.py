@@ -327,7 +327,7 @@ def decode(
 
     Other special tokens in the completion are kept. If a sampled <pad> in the middle were dropped,
     a wrong answer could look right. For the same reason, an id that the tokenizer lacks becomes the
-    replacement character. Such ids pad the model's vocabulary.
+    replacement character. Models have such ids if their vocabulary is larger than the tokenizer's.
     """
     stops, num_known = frozenset(stop_ids), len(tokenizer)
     runs: list[list[int]] = [[]]

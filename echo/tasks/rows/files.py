@@ -2,11 +2,11 @@
 
 A dataset has one of these forms. Reading a dataset runs none of the dataset's code:
 
-    rows.jsonl                          one JSON object per line, UTF-8 (any ending that is not
-                                        below)
+    rows.jsonl                          one JSON object per line, UTF-8; the file's name may also
+                                        have another ending, except .parquet and .arrow
     rows.parquet                        needs pyarrow
-    directory/                          all .parquet, else all .jsonl files in it, by name; or a
-                                        result of `datasets.Dataset.save_to_disk`
+    directory/                          the .parquet or the .jsonl files in it, in the order of
+                                        their names; or what `datasets.Dataset.save_to_disk` wrote
     hf://ORG/NAME/CONFIG/SPLIT          the hub's own Parquet copy of that split, downloaded once
 
 The package `datasets` is not used, because it gives every column a single type. So 5 becomes 5.0 if
@@ -329,8 +329,8 @@ def _batch_rows(path: Path, batches: Any, names: Sequence[str]) -> Rows:
 def _to_json(value: Any, column: str, source: str) -> Any:
     """Return a value converted to JSON's types, because a lease contains only these types.
 
-    Null fields of objects are dropped. In a typed table every object has the fields of all objects
-    in the column.
+    Null fields of objects are dropped. In a typed table, every object has the fields of all objects
+    in the column, and the fields that it lacked before are null.
     """
     match value:
         case float():
