@@ -113,7 +113,7 @@ class Scores:
 class LiveRows:
     """The rows of a backward pass, n of the N rows of the forward pass, with their statistics.
 
-    Live rows are the rows with a gradient. If the backward drops no rows, all rows are live
+    On a CPU, the rows whose gradient is not 0 are live. On a GPU, all N rows are live
     (`logprob._live_rows`).
     """
 

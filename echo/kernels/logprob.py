@@ -6,9 +6,9 @@ computes the logits again. This costs one more matrix product, and needs a fract
 There are two backends: torch_kernels.py for any device, triton_kernels.py for GPUs.
 
 Numerics:
-- Products are summed in float32, and statistics are float32, for every input dtype. The rounding of
-  bfloat16 logits would be as large as the clip range of GSPO.
-- Columns that pad the vocabulary to a multiple of a tile do not count.
+- Products are summed in float32, and statistics are float32, also for 16-bit input. The rounding of
+  bfloat16 logits would be as large as the clip range of GSPO. For float64 input, both are float64.
+- A tile of a Triton kernel may reach beyond the vocabulary. Its columns there add nothing.
 - Each row of the weight's gradient is written once, from one float32 sum.
 - On a CPU, rows with a gradient of zero (clipped tokens) are dropped before the backward. This is
   exact. On a GPU these rows are kept, since the host would wait for their number.

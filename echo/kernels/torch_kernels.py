@@ -5,9 +5,10 @@ of exponentials of each row and, for the entropy, the sum weighted by logits. Th
 each chunk of logits again. From these logits it computes the gradients of the logits. `Scores.peak`
 is in nats.
 
-Products are in float32, with one exception. If the input is bfloat16, and oneDNN supports bfloat16
-on this CPU, the backward multiplies in bfloat16 and sums in float32. It then rounds the gradients
-of the logits to bfloat16, as the Triton kernels do on a GPU.
+Products are in float32 (in float64 for float64 input), with one exception. If the input is bfloat16
+on a CPU, and oneDNN supports bfloat16 on this CPU, the backward multiplies in bfloat16 and sums in
+float32. The backward then also rounds the gradients of the logits to bfloat16, as the Triton
+kernels do on a GPU.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -198,9 +199,9 @@ def _chunks(
     dtype of the statistics. All chunks use the same memory for logits. The caller may overwrite the
     logits.
 
-    In bfloat16, the result of a product is rounded to 8 bits of mantissa. So each product is
-    computed twice. The second time, the rounded result is subtracted before the rounding. The
-    difference gives 8 more bits, and is added to the logits in float32.
+    A product in bfloat16 is rounded to 8 bits of mantissa, too few for logits. So each product is
+    computed a second time, and the rounded first result is subtracted before the second rounding.
+    This difference has the next 8 bits, and is added to the logits in float32.
     """
     spare = _spare(scale, weight, vocab_chunk)
     is_exact = states.dtype == scale.dtype
