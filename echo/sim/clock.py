@@ -49,7 +49,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         """Schedule a callback for an instant.
 
-        It runs after earlier callbacks for the same instant.
+        Callbacks for the same instant run in the order in which they were scheduled.
         """
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._num_timers += 1

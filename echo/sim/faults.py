@@ -112,7 +112,10 @@ class Faults:
             stage.loop.call_later(for_s, self.end_absence, site)
 
     def end_absence(self, site: SimulatedSite) -> None:
-        """Count one reason less for a site's absence. After the last one, start its worker."""
+        """Remove one of the reasons why no worker runs at a site.
+
+        If no reason is left and the machine has not been given back, start the site's worker.
+        """
         site.num_absences -= 1
         if not site.num_absences and site.worker is None and not site.is_given_up:
             self._stage.start_worker(site)

@@ -38,9 +38,10 @@ from echo.sim.network import LinkEnd, Network, Port
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dial:
-    """A peer that was dialled.
+    """A peer that this process has dialled.
 
-    It has an attempt or a connection, and a pause before the next attempt.
+    `end` belongs to the connection, or to the attempt to connect. If the attempt fails or the
+    connection ends, the next attempt begins after `pause_s`.
     """
 
     end: LinkEnd
@@ -93,7 +94,11 @@ class SimTransport(Transport):
         return peer
 
     def hang_up(self, peer: PeerId) -> None:
-        """End the link to a peer. If the peer has dialled, later messages from it are discarded."""
+        """End the link to a peer.
+
+        If the peer has dialled this process, the connection stays open, but later messages from the
+        peer are discarded.
+        """
         self._ends.pop(peer, None)
         dial = self._dials.pop(peer, None)
         if dial is not None:

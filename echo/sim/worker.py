@@ -76,7 +76,8 @@ class SimWorker(DialingNode):
     def perform(self, actions: Iterable[Action]) -> None:
         """Execute actions that the role has returned.
 
-        If `is_pausing`, the engine pauses while the worker fetches or installs new weights.
+        If `WorkerTimes.is_pausing` is true, the engine pauses while the worker fetches or installs
+        new weights.
         """
         super().perform(actions)
         if self._times.is_pausing:
