@@ -11,7 +11,7 @@ items (`store/store.py`). An item is one version in one form: the whole image, o
       Fetch(missing, credit)  ->            chunks of one item at a time
                               <-  Segment   each table of an encoded version, once it is signed
                               <-  Chunk     one or more chunks, ascending, once held
-      Credit(bytes)           ->            after every quarter of the window
+      Credit(bytes)           ->            when a quarter of the window (`link.py`) is written
                               <-  Waiting   the parent is alive, but lacks the chunk or version
                               <-  Gone      the parent no longer has that item
 
@@ -204,7 +204,8 @@ class Broadcast:
     def progress(self) -> tuple[PolicyVersion | None, int, int]:
         """Return (version that is being fetched, number of held chunks, number of known chunks).
 
-        The result is (None, 0, 0) if no version is being fetched.
+        A chunk of an encoded version is known once its table has arrived. If no version is being
+        fetched, the result is (None, 0, 0).
         """
         item_id = self.receiver.item
         item = None if item_id is None else self._store.get(item_id)
@@ -214,7 +215,7 @@ class Broadcast:
 
     @property
     def patch_mode(self) -> PatchMode:
-        """When this node writes a delta over the image of the delta's base (`PatchMode`)."""
+        """The rule for when this node writes a delta over the image of the delta's base."""
         return self._store.in_place.mode
 
     @patch_mode.setter

@@ -78,10 +78,10 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def pack_streams(*streams: Bytes) -> list[bytes]:
-    """Return two parts for each contiguous array: the length of its stream, and the stream.
+    """Return two parts for each array: the length of the array's stream, and this stream.
 
-    The stream has the compressed bytes of the array, or the plain bytes if compression does not
-    help.
+    The arrays must be contiguous. A stream has the compressed bytes of its array, or the plain
+    bytes if compression does not help.
     """
     # A new compressor costs only 10 us, so each call makes one and threads share none.
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
@@ -367,7 +367,11 @@ def _unpack_gaps(packed: Bytes) -> Indices:
 
 
 def _step_table(word_bytes: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return an array that has, for each byte, the two differences that the byte encodes."""
+    """Return an array that has, for each byte, the two differences that the byte encodes.
+
+    Each half of the byte, four bits, encodes one difference. If a half is _ESCAPE, its
+    difference in the array is 0.
+    """
     byte = np.arange(256, dtype=f"<u{word_bytes}")
     nibbles = np.stack([byte & 15, byte >> 4], axis=1)
     steps = np.where(nibbles == _ESCAPE, 0, unzigzag(nibbles + 1)).astype(byte.dtype)
@@ -476,12 +480,18 @@ def _old_hash(codec: int, base: memoryview, old: Words, old_tail: memoryview, ne
 
 
 def hash_old(words: Words, tail: memoryview | bytes = b"") -> bytes:
-    """Return one hash over the replaced words, in order, and the tail."""
+    """Return one hash over the replaced words, in order, followed by the replaced tail.
+
+    The tail has the bytes after the last whole word of the block.
+    """
     return blake3(words.view(np.uint8).data).update(tail).digest()
 
 
 def most_sparse(num_words: int) -> int:
-    """Return the largest number of changed words that a sparse block may have."""
+    """Return the largest number of changed words with which a block is sparse.
+
+    A sparse block is coded as CHANGES, without a comparison with other codecs.
+    """
     return int(SPARSE_SHARE * num_words)
 
 
@@ -515,11 +525,11 @@ class BlockPatch:
         return positions + self.old.nbytes + self.new.nbytes
 
     def write(self, block: memoryview) -> None:
-        """Write the new words into the block. The method may be called again."""
+        """Write the new words into `block`, which may contain old or new words."""
         _write(block, self.where, self.new, self.new_tail)
 
     def take_back(self, block: memoryview) -> None:
-        """Write the old words into the block. The method may be called before `write`."""
+        """Write the old words into `block`, which may contain old or new words."""
         _write(block, self.where, self.old, self.old_tail)
 
 

@@ -64,10 +64,10 @@ LOOP_S = 0.001
 def window_bytes(rate: float | None, rtt_s: float | None, chunk_bytes: int, *, first: int) -> int:
     """Return the size of the credit window: how many requested bytes should be under way.
 
-    One bandwidth-delay product keeps the link full. Half a product more lets the estimated rate
-    grow if the window itself is the limit. Each connection adds two chunks, because a chunk is
-    being handled at each end. A larger window would fill the queue of a slow uplink and delay later
-    messages.
+    One bandwidth-delay product keeps the link full. The window has half a product more, so that
+    the estimated rate can grow when the window itself is the limit. Each connection adds two
+    chunks, because a chunk is being handled at each end. A larger window would fill the queue of a
+    slow uplink and delay later messages.
 
     Args:
         rate: bytes per second of this link; None if not measured yet.

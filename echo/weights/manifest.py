@@ -379,7 +379,7 @@ class SegmentTable(msgspec.Struct, frozen=True):
 
     @property
     def is_on_base(self) -> bool:
-        """Whether the table has hashes of the replaced bytes instead of the decoded image."""
+        """Whether the table has hashes of the replaced words, and not of the decoded image."""
         return bool(self.old_hashes)
 
     @property

@@ -153,7 +153,7 @@ class UplinkEstimate(RateEstimate):
         bound."""
 
     def wait(self, share: float, *, now: float) -> None:
-        """Set the share of the children, 0 to 1, that the uplink does not limit from now on."""
+        """From now on, assume that the uplink does not limit this share of the children, 0 to 1."""
         if not self.is_paused:
             since = max(self._shared_at, self._began_at)
             self._waited_s += self._share * max(0.0, now - since)

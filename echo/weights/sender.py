@@ -6,8 +6,8 @@ chunks in ascending order, within its credit, as soon as this node holds them.
 * **Siblings.** Children that fetch the same item are siblings. TCP divides an uplink unevenly, and
   the child with the smallest share would delay all nodes below that child. So no child may be more
   than MAX_LEAD_CHUNKS ahead of its slowest sibling. Siblings do not wait for a child whose next
-  chunk this node does not hold. They do not wait for a child without credit that has been silent
-  for too long: for the time in which it usually takes SILENT_CHUNKS chunks. Some children have less
+  chunk this node does not hold. If a child has no credit and is silent, siblings stop waiting for
+  this child after the time in which it usually takes SILENT_CHUNKS chunks. Some children have less
   than half of the median rate, for example because of a slow disk. After SLOW_AFTER_S, siblings do
   not wait for such a child. The rate of a child excludes the time in which the child waits for a
   sibling. Otherwise all siblings would seem as slow as the slowest sibling.
@@ -445,9 +445,10 @@ class Sender:
         )
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
-        """Return the largest lead, in chunks, that a child in `family` may have.
+        """Return the largest `lead` that a child in `family` may reach; None for no limit.
 
-        `family` has the siblings that fetch one item. None if there is no limit.
+        `family` has a child and its siblings, which all fetch the same item. The limit is
+        MAX_LEAD_CHUNKS above the smallest lead of the children for which siblings wait.
         """
         members = [
             child
@@ -468,8 +469,8 @@ class Sender:
     def _send_chunks(self, peer: str, child: Child, limit: int | None, now: float) -> list[Action]:
         """Send a child its wanted chunks in order, within the child's credit and `limit`.
 
-        `limit` is the largest lead in chunks; None for no limit. Sending stops at the first chunk
-        that this node does not hold.
+        `limit` is the largest `lead` that the child may reach; None for no limit. Sending stops at
+        the first chunk that this node does not hold.
         """
         actions: list[Action] = []
         if child.fetching is None:
@@ -632,7 +633,11 @@ class Sender:
         return actions
 
     def _await(self, peer: str, child: Child, item: ItemId, now: float) -> list[Action]:
-        """Answer a child that requested an item that was unknown here at that time."""
+        """Answer a child whose requested item this node did not know.
+
+        The answer is again Waiting or Gone. If this node knows the item by now, there is no answer,
+        because an Announce of the item was sent to the child.
+        """
         if self.store.get(item) is None:
             return self._lacks(peer, child, item, now)
         child.awaiting = None  # The item was announced; the child asks again if that was lost.

@@ -73,7 +73,10 @@ class Audit:
         return is_held
 
     def _due_after(self, now: float) -> float:
-        """Return when the next piece is due, so that hashing takes AUDIT_SHARE of the time."""
+        """Return when the next piece is due after a piece that has ended at `now`.
+
+        The pause between the two pieces makes hashing take AUDIT_SHARE of the time.
+        """
         return now + (now - self._began_at) * (1 / AUDIT_SHARE - 1)
 
     def _begin_newest(self, audited: PolicyVersion, now: float) -> None:

@@ -60,9 +60,9 @@ def with_base(item: ItemId | None) -> set[ItemId]:
 
 
 def is_lean(store: ItemStore) -> bool:
-    """Return whether no item is expendable, even with an empty `keep`.
+    """Return True only if `expendable` would return no item, whatever `keep` contains.
 
-    This check is cheap, and the result is usually True.
+    This check is cheap. If the store has an encoded version, the result is always False.
     """
     if store.encoded_versions or len(store.images) > store.keep_versions:
         return False
@@ -86,7 +86,7 @@ def _worthwhile_encoded(store: ItemStore) -> list[ItemId]:
 
 
 def begun_otherwise(store: ItemStore, item: ItemId) -> list[ItemId]:
-    """Return the partial downloads that `item` replaces: its version in different forms."""
+    """Return the partial downloads that `item` replaces: other forms of the same version."""
     version, _ = item
     image = store.images.get(version)
     halves = [(version, FULL)] if image is not None and not image.is_complete else []

@@ -48,7 +48,7 @@ EARLY_BYTES = 64 << 20
 
 
 class EarlyChunks:
-    """Chunks of an encoded version that have arrived before their tables."""
+    """Chunks of an encoded version that have arrived before the tables with their hashes."""
 
     def __init__(self) -> None:
         """Start with no chunks."""

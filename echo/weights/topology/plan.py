@@ -12,19 +12,20 @@ fastest remaining plan, take the cheapest: the plan with the fewest paid bytes, 
 copies from the learner. So the learner usually sends a version once.
 
 **Replan.** The learner's `Planner` makes a plan when a node joins, leaves, or sends wrong chunks.
-Each transfer measures the links again. So if broadcasts should take longer than WORTHWHILE_S, a
-plan is also made every REPLAN_S.
+Each transfer measures the links again. So if the plan in force predicts a broadcast longer than
+WORTHWHILE_S, a plan is also made every REPLAN_S.
 
 A node that changes its parent during a broadcast loses time and the chunks under way. So during a
 broadcast a new plan must save more time (BUSY_GAIN). A plan is also made just before a version is
 sent, but at most every REPLAN_S. Without this plan, a learner that publishes often would plan only
-during broadcasts, and measurements would have no effect.
+during broadcasts. A new plan would then need the gain BUSY_GAIN, and measurements would have no
+effect.
 
 The plan in force is kept, with changes only for nodes that join or leave, until another plan would
 save MIN_GAIN of the time. So small changes of measured rates change no node's parent. If a node
 that joins or leaves can serve children, and the fleet is small, the plan is made from scratch. The
 first plan is made without measurements. When an uplink has been measured for the first time, the
-next plan is made NEWS_S after the last plan.
+next plan is made NEWS_S after the last plan, or just before the next version is sent.
 
 **Inputs.** For each node the planner has: the rate of the uplink, from the chunks that children
 have acknowledged; the rate of the downlink, if the downlink limits the node (`sites.py`); the
@@ -110,7 +111,7 @@ class _Rows:
     """A tree, divided into rows of nodes with the same number of hops from the learner."""
 
     def __init__(self, fleet: Sites, parents: Sequence[int]) -> None:
-        """Sort into rows the nodes that can serve, and number the children of each parent."""
+        """Put each node that can serve into its row, and number the children of each parent."""
         self._fleet, self._parents = fleet, parents
         self._depths = [0] * len(parents)
         self._ranks = [0] * len(parents)
@@ -405,8 +406,8 @@ class _Plan:
 def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
     """Return, from the fast plans, the plans with the fewest links between regions.
 
-    A plan is fast if it is at most REGION_COST slower than the fastest plan. Arguments and results
-    are sorted, the fastest plan first.
+    A plan is fast if it takes at most 1 + REGION_COST times as long as the fastest plan, or at most
+    INSIGNIFICANT_S longer. Arguments and results are sorted, the fastest plan first.
     """
     enough_s = plans[0].seconds + max(REGION_COST * plans[0].seconds, INSIGNIFICANT_S)
     near = [plan for plan in plans if plan.seconds <= enough_s]

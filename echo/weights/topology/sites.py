@@ -1,7 +1,7 @@
 """Sites: the topology planner's records of the nodes, by number.
 
-The learner has the number 0, and the nodes are numbered from 1 in the order given. So plans are
-lists of integers.
+The learner has the number 0, and the nodes are numbered from 1 in the order given. So a tree is a
+list of integers: the number of each node's parent.
 
 Rates that are not measured yet are assumed. An unknown uplink is assumed to have the median of the
 known rates, including the learner's. If the learner's uplink is unknown, it is assumed to have the

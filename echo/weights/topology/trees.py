@@ -152,8 +152,9 @@ def _links_within(groups: Sequence[int]) -> list[int]:
     """Return, for each region, the smallest number of links that start in the region.
 
     In a region of n nodes, n - 1 nodes get the version from a node of the same region. In the
-    learner's region, the nodes get the version within the region, from the learner or from another
-    node. One more link leads from the learner's region to another region.
+    learner's region, all n nodes beside the learner get the version within the region, and one more
+    link leads to another region. So n + 1 links start in this region. If there is only one region,
+    no minimum is needed, and the result is [0].
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
@@ -225,10 +226,10 @@ class _Grower:
     def grow(self) -> list[int]:
         """Attach every node and return the tree.
 
-        Nodes that may serve children are attached first, and then the leaves. In both groups the
-        learner's region comes first, so that no link leads back into this region. Then the other
-        regions follow. The region that can serve the most children in other regions is the first of
-        these.
+        Nodes that may serve children are attached first, region by region. The learner's region is
+        the first, so that no link leads back into this region. The other regions are sorted by the
+        number of children that they can serve in other regions, the largest number first. The
+        leaves are attached last.
         """
         places, groups = self._places, self._groups
         surplus = tuple(self._surplus)
@@ -264,8 +265,8 @@ class _Grower:
     def _exporter(self) -> int:
         """Return the region from which to start a link into another region.
 
-        The region must have an attached node with a free slot. Of such regions, the result has the
-        most slots beyond its own need.
+        The region must have an attached node with a free slot. The result is the region with the
+        most slots beyond those that the region's own nodes need.
         """
         regions = [group for group, nodes in enumerate(self._open) if nodes]
         return max(regions, key=lambda group: (self._surplus[group], -group))
