@@ -133,7 +133,7 @@ class LeaseBook:
         return sorted(self._by_worker.get(worker_id, ()), key=lambda record: record.group_id)
 
     def note_load(self, worker_id: str, *, now: float) -> None:
-        """Record how many leases a worker holds, in each lease that it was granted at `now`."""
+        """For each lease granted to a worker at `now`, record how many leases the worker holds."""
         records = self._by_worker[worker_id]
         for record in records:
             if record.granted_at == now:

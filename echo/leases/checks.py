@@ -40,9 +40,9 @@ def find_group_fault(group: Group, lease: Lease, settings: LeaseSettings) -> str
 
 
 def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSettings) -> str | None:
-    """Return the fault of a rollout that is too long or has forbidden chains.
+    """Return the fault of a rollout that is too long or must not branch; None if it has no fault.
 
-    Otherwise return None.
+    A rollout may branch only if `settings.max_tree_tokens` is set.
     """
     longest = num_tokens = rollout.num_tokens
     if len(rollout.branches):

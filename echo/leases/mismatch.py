@@ -120,7 +120,8 @@ class Mismatches:
     def _medians(self) -> dict[_Place, dict[str, float]]:
         """Return, for each place and each worker, the median mismatch of the worker's groups there.
 
-        At each place, workers with fewer than MIN_EQUAL groups are left out.
+        A place is an engine with a level of staleness. At each place, workers with fewer than
+        MIN_EQUAL groups are left out.
         """
         values: dict[_Place, dict[str, list[float]]] = {}
         for name, window in self._windows.as_dict().items():

@@ -254,8 +254,9 @@ class ShippedPartials:
     def count(self, worker: LeasedWorker, message: Heartbeat) -> None:
         """Add to the counters what a worker has counted since its last heartbeat.
 
-        The first heartbeat adds nothing, because the learner before a resume may have added its
-        counts. Also set the worker's `num_waiting` from the heartbeat.
+        The first heartbeat of a worker adds nothing: if the learner has restarted, the counts in
+        this heartbeat may have been added before the restart. Also set the worker's `num_waiting`
+        from the heartbeat.
         """
         counts = message.stats.partials
         counted = self._counted.get(worker.node_id)

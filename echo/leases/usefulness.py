@@ -42,7 +42,7 @@ ALONE_S = 60.0
 
 @dataclass(slots=True)
 class _Record:
-    """How many useful groups a worker is credited with, and how many it has delivered."""
+    """How many useful groups are expected of a worker, and how many useful ones it delivered."""
 
     expected: float = 0.0
     useful: float = 0.0
@@ -76,9 +76,10 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful group that do not bring the end of the run closer.
+        """Number of groups since the last useful group that do not count towards the run's end.
 
-        The run ends after `max_zero_signal_groups` counted groups without a useful group.
+        Workers that are or were set aside have delivered these groups. The run ends after
+        `max_zero_signal_groups` other groups in a row without a useful group.
         """
         dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
         return self._num_void + dominant

@@ -10,8 +10,8 @@ groups of the step under way. `running` counts a group once, even if two workers
 
 The consumed, buffered and running groups are the promised groups. The first term, (S + w + 1) * B,
 counts the groups of all batches that may train on samples of version w. So a group is granted only
-if these batches still have a place for the group. A further group would be too stale for the batch
-that has a place for it.
+while these batches have a place for the group. If they are full, only a later batch has a place,
+and for that batch the group would be too stale.
 """
 
 from __future__ import annotations

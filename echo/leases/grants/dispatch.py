@@ -1,4 +1,4 @@
-"""Dispatch decides which worker gets a group, whether the group is new, moved or copied.
+"""Dispatch decides which worker gets a new, a moved or a copied group.
 
 The three decisions use the estimates of `leases/grants/finish_times.py`:
 

@@ -1,7 +1,8 @@
-"""Tracks how busy workers are in a round of grants, with leases from before and from the round.
+"""Tracks how busy each worker is during a round of grants.
 
-A round grants one group after another. Each grant takes a place at a worker and adds a promised
-group. Only these two counts change while the round is decided.
+A worker's leases from before the round count, and so do the leases that the round has granted so
+far. A round grants one group after another. Each grant takes a place at a worker and adds a
+promised group. Only these two counts change while the round is decided.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ class Occupancy:
     def num_held(self, worker: LeasedWorker) -> int:
         """Return how many leases a worker has.
 
-        Leases from this round and unknown leases count, too.
+        Leases from this round count, and so do expired or unwanted leases that the worker still
+        holds.
         """
         num_held = self._leases.num_leases(worker.node_id) + worker.num_unknown
         return num_held + self._num_given[worker.node_id]
 
     def may_take(self, worker: LeasedWorker) -> bool:
-        """Return whether an able worker has space for a group and admission allows it the group."""
+        """Return whether an able worker has space, and admission allows this worker a group."""
         has_quota = self.bounds[worker.installed] > self.num_promised
         return has_quota and self.num_held(worker) < worker.capacity
 

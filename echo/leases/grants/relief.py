@@ -99,9 +99,9 @@ class Relief:
     def _movable(self, running: Sequence[RunningGroup]) -> dict[str, list[LeaseRecord]]:
         """Return, for each worker, those of its leases that may move.
 
-        Leases of begun groups come first. Leases that the learner has already requested back are
-        left out. If a worker has any other lease that may not move, the worker is left out with all
-        its leases.
+        Leases of begun groups come first. A lease that the learner has already requested back is
+        left out. If one of a worker's remaining leases may not move, all leases of this worker are
+        left out.
         """
         held: dict[str, list[LeaseRecord]] = {}
         for record in (group.record for group in running):
@@ -171,11 +171,11 @@ class Relief:
         return is_pending(request, heartbeat_s=self._settings.heartbeat_s, now=self._now)
 
     def _withheld_from(self, record: LeaseRecord) -> str | None:
-        """Return the worker for which a lease was requested, if it may get a copy; else None.
+        """Return the worker for which a lease was requested, if this worker may get a copy.
 
-        A lease that is itself a copy is not copied. A lease may have been requested only on the
-        condition that its holder has not begun the group. If the holder has begun the group, such a
-        lease is not copied either.
+        Otherwise return None. A lease that is itself a copy is not copied. Some requests do not
+        apply once the holder has begun the group. If the holder has begun the group after such a
+        request, the lease is not copied either.
         """
         request = record.request
         if request is None or record.copy_of is not None:
