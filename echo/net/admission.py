@@ -98,7 +98,7 @@ class AcceptedConnections:
         self._nodes.discard(descriptor)
 
     def spoke(self, descriptor: int, *, is_guest: bool = False) -> None:
-        """Count a connection as no stranger, because a whole message has arrived over it."""
+        """No longer count a connection as a stranger: a whole message has arrived over it."""
         if descriptor in self._whole_bytes:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)

@@ -79,7 +79,7 @@ class Burst:
         self.events.append(Received(peer, frames, is_public))
 
     def discard(self) -> None:
-        """Count a discarded message, so that a flood also ends the burst."""
+        """Count a discarded message, so that a flood of discarded messages also ends the burst."""
         self._messages_left -= 1
         self._stats.discarded_messages += 1
 
