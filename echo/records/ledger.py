@@ -445,7 +445,7 @@ class LedgerQueue(ABC):
 
     @abstractmethod
     def free_unused(self, *, step: int) -> None:
-        """Drop the bytes of groups that were neither loaded nor held after a restart at `step`."""
+        """After a restart at `step`, drop the bytes of groups that were neither loaded nor held."""
 
     @abstractmethod
     def delete_again(self, paths: Iterable[str]) -> None:
@@ -685,7 +685,7 @@ class Ledger(LedgerQueue):
         self._ended_at[group_id] = step
 
     def free_unused(self, *, step: int) -> None:
-        """Retire, after a restart, each group file whose groups were neither loaded nor kept."""
+        """After a restart, retire each group file of which no group was loaded or held."""
         with self._write_lock, _named(self.run_dir):
             for path in sorted(self._group_files()):
                 if path.name not in self._unended and path.name not in self._kept:
@@ -746,7 +746,7 @@ class Ledger(LedgerQueue):
         (self._groups_dir / name).unlink()
 
     def _retire(self, name: str) -> None:
-        """Mark a group file as retired, so that it no longer counts as spooled."""
+        """Mark a group file as retired, so that it no longer counts towards `spool_bytes`."""
         num_bytes = (self._groups_dir / name).stat().st_size
         if name == self._file_name:
             self._leave_file()
@@ -889,7 +889,7 @@ def _count_records(database: sqlite3.Connection, run_dir: Path) -> int:
 
 
 def _last_file_number(database: sqlite3.Connection, run_dir: Path) -> int:
-    """Return the number of the newest group file that stored a group; 0 if no file did.
+    """Return the number of the file that got the newest accepted group; 0 if there is no group.
 
     The file may have been removed since.
 

@@ -3,9 +3,10 @@
 Files that no resume needs are removed first: retired group files and images of older versions. The
 oldest checkpoints are removed next. When a checkpoint is removed, the group files that only a
 resume from this checkpoint needs are removed, too. The newest and the best checkpoint must stay,
-even if the directory then exceeds the bound. If a checkpoint is newer than every removed
-checkpoint, the group files that a resume from it needs must stay, too. Other files (ledger,
-metrics, logs, exported weights) count towards the bound and are never removed.
+and so must a checkpoint that is being evaluated, even if the directory then exceeds the bound. The
+group files that a resume from a checkpoint needs stay until this checkpoint or a newer one is
+removed. Other files (ledger, metrics, logs, exported weights) count towards the bound and are never
+removed.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _removable(held: Holdings) -> Iterator[str]:
 def _freed(groups: dict[str, float], steps: set[int]) -> Iterator[str]:
     """Yield the group files that no resume from a checkpoint of `steps` needs.
 
-    Remove these files from `groups`. If `steps` is empty, a resume begins at step 0.
+    Remove these files from `groups`. If `steps` is empty, a resume begins at step 0, so only
+    retired files are yielded.
     """
     oldest_step = min(steps, default=0)
     for path in [path for path, step in groups.items() if step <= oldest_step]:

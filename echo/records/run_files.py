@@ -211,7 +211,7 @@ def _finite(row: MetricsRow, key: str, where: str) -> float:
 def _is_of_evaluation(key: str) -> bool:
     """Return whether a metric's key belongs to an evaluation as a whole.
 
-    The keys of a reward's parts have one more level.
+    The key of one part of a reward has one more level, so the result is False.
     """
     return key.startswith("eval/") and key.count("/") <= 2
 
