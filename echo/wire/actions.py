@@ -102,8 +102,8 @@ class Routes:
 
         Args:
             counters: counters of messages without a route.
-            channel_of: a function that returns the channel for messages to a node id; None for
-                messages without a seal.
+            channel_of: a function that returns the channel for messages to a node id; it returns
+                None if messages to this node have no seal.
         """
         self._peers: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
         self._counters = counters

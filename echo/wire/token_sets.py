@@ -12,11 +12,12 @@ ids in all, are encoded as
 A varint has 7 bits of a number in each byte, the lowest bits first. The highest bit is set in every
 byte except the last byte of the number. Most differences take one or two bytes.
 
-A rollout has two blocks: `support`, without log-probabilities, and `likely`, with
-log-probabilities. A block without sets is empty. A group is one message. If the blocks would exceed
-the message's size, the largest supports are left out. The blocks of all rollouts follow the other
-arrays of the group (codec.py, leases/partials.py). The group's header has the lengths of both
-blocks for each rollout, or no lengths if no rollout has sets.
+A rollout has two blocks, one for each kind of set: `support`, the ids that could be drawn, without
+log-probabilities; and `likely`, the most likely ids, with log-probabilities. A block without sets
+is empty. A group is one message. If the blocks would exceed the message's size, the largest sets of
+the `support` blocks are left out. The blocks of all rollouts follow the other arrays of the group
+(codec.py, leases/partials.py). The group's header has the lengths of both blocks for each rollout,
+or no lengths if no rollout has sets.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def encode_all_sets(rollouts: Sequence[Tokens], *, max_bytes: int) -> list[tuple
     Args:
         rollouts: the rollouts of a group.
         max_bytes: the largest size of all blocks together. If the blocks exceed this size, or a
-            rollout exceeds MAX_IDS, the largest supports are left out and marked TOO_LARGE.
+            rollout exceeds MAX_IDS, the largest `support` sets are left out and marked TOO_LARGE.
     """
     likely = [encode_sets(rollout.likely) for rollout in rollouts]
     max_ids, supports = MAX_SET_IDS, [rollout.support for rollout in rollouts]
