@@ -538,7 +538,7 @@ class InstalledVersion:
 
     @contextmanager
     def request(self, version: PolicyVersion | None) -> Iterator[None]:
-        """Check that a requested version is installed. None accepts any version.
+        """Check that a requested version is installed, or any version if `version` is None.
 
         Raises:
             EngineError: if no version is installed.

@@ -267,9 +267,9 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 def build_shapes(directory: Path, attn_implementation: str = "eager") -> Any | None:
-    """Return the model of a directory on the meta device.
+    """Return the model that a directory describes, with its tensors on the meta device.
 
-    Return None if there is no config.json.
+    Return None if the directory has no config.json.
 
     Raises:
         DataError: if config.json describes no causal language model.

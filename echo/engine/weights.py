@@ -154,7 +154,7 @@ def round_tensors(
 
 
 def image_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return the length of an image with these places, in bytes."""
+    """Return the length, in bytes, of an image whose tensors have the places `specs`."""
     return specs[-1].offset + specs[-1].num_bytes if specs else 0
 
 
@@ -209,7 +209,7 @@ def host_bytes(image: bytearray | memoryview) -> Tensor:
 
 
 def find_nonfinite(tensors: Weights) -> list[str]:
-    """Return the names of weights with NaN or infinity, in order."""
+    """Return the names of weights with NaN or infinity, in the order of `tensors`."""
     # One pass of `aminmax` finds both bounds, and NaN propagates into them. `isfinite` would
     # allocate a mask for each tensor.
     return [
@@ -508,8 +508,8 @@ class _Piece:
 class DeviceDelta:
     """The changes between two images on one device, coded block by block on that device.
 
-    The host waits once for the number of changes in all blocks. The host then waits once per
-    BATCH_BYTES of changes.
+    The host waits for the device once to get the number of changes in every block, and then once
+    for each BATCH_BYTES of changes.
     """
 
     def __init__(

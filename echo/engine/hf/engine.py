@@ -416,7 +416,7 @@ class TransformersEngine(Engine):
         return self._concurrency.bounded(int(number))
 
     def take_counts(self) -> dict[str, int]:
-        """Return metric name -> how often memory ran out since the last call."""
+        """Return how often memory ran out since the last call, by metric name."""
         return self._concurrency.take_counts()
 
     def close(self) -> None:

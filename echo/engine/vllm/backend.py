@@ -213,7 +213,8 @@ class Backend(abc.ABC):
         """Unload the adapter `serial` if it is loaded. No request may use this adapter.
 
         Raises:
-            EngineError: as in `add_adapter`.
+            EngineDeadError: if the engine has died.
+            EngineError: if vLLM does not unload the adapter.
         """
 
     @abc.abstractmethod

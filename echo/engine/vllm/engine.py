@@ -632,7 +632,7 @@ class VllmEngine(Engine):
         *,
         version: PolicyVersion | None = None,
     ) -> list[Completion]:
-        """Sample one completion for each request, in order. Calls may be concurrent."""
+        """Sample one completion for each request; see `Engine.generate`."""
         # vLLM's sampler would fail on more ids than there are.
         likely_ids = min(sampling.likely_ids, self._probe.vocab_size)
         sampling = replace(sampling, likely_ids=likely_ids)
@@ -664,7 +664,7 @@ class VllmEngine(Engine):
         return self._launcher.concurrency.bounded(number)
 
     def take_counts(self) -> dict[str, int]:
-        """Return metric name -> how often memory ran out since the last call."""
+        """Return how often memory ran out since the last call, by metric name."""
         return self._launcher.concurrency.take_counts()
 
     def close(self) -> None:
