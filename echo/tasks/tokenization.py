@@ -190,7 +190,7 @@ _TEMPLATED = re.compile(
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return text -> id of the tokens that structure a conversation.
+    """Return the ids of the tokens that structure a conversation, by the tokens' texts.
 
     Tokens such as `<think>` are left out.
     """
@@ -757,7 +757,7 @@ def without_code(name: str, data: bytes) -> bytes:
     removed anyway, to guard against later mistakes in loading.
 
     Raises:
-        DataError: if the file's name demands JSON, but the file is not JSON.
+        DataError: if a file that may have such keys is not JSON.
     """
     if name not in (*CONFIG_FILES, "tokenizer_config.json"):
         return data

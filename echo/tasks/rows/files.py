@@ -207,7 +207,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 def _foreign_kind(path: Path, content: bytes) -> str:
-    """Return the format and the remedy for a file that is not JSON Lines, or ""."""
+    """Return what format a file has instead of JSON Lines, with the remedy; "" if not known."""
     head = content[:65536].removeprefix(_BOM).lstrip()
     for start, kind in _FOREIGN.items():
         if content.startswith(start):
