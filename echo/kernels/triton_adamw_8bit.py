@@ -107,7 +107,7 @@ def launch_update(
         mean_square: codes and scales of the running mean of squared gradients.
         tables: code values of `mean` and of `mean_square`, float32 [256] each.
         numbers: the kernel's arguments `learning_rate` to `min_scale`, in order.
-        block: number of values that share a scale, a power of two.
+        block: number of values that share a scale; the number is a power of two.
     """
     num_blocks = weights.numel() // block
     with torch.cuda.device(weights.device if weights.is_cuda else -1):

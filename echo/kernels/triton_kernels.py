@@ -173,7 +173,7 @@ def scores_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Store the statistics of a row tile in one split of the vocabulary, and the target logits."""
+    """Compute a row tile's statistics over one split of the vocabulary, and its target logits."""
     row_tile, split = _grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
