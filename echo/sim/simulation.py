@@ -318,7 +318,7 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _give_up_later(self) -> None:
-        """If no step was trained for too long, end the run. Otherwise check again later."""
+        """End the run if its last step, or its start, was too long ago. Else check again later."""
         steps, job = self.history.steps, self.scenario.job
         patience_s = max(GIVE_UP_S, GIVE_UP_STEPS * job.train_s)
         give_up_at = patience_s + (steps[-1].time_s if steps else 0.0)
