@@ -16,8 +16,8 @@ Faults and their effects:
   or torn page does not match its hash, and is fetched again. A torn manifest does not match its
   signature. An image gets its name only after its whole file is allocated. The next process removes
   unfinished files, and images without a manifest.
-* **Killed while a version is written in place**: the image gets the new version's name before the
-  first word changes. The new version has no manifest yet. So the next process drops the image, and
+* **Killed while a version is written in place**: the image gets the new version's name before its
+  first byte changes. The new version has no manifest yet. So the next process drops the image, and
   fetches a whole image.
 * **Killed while a keyframe or delta is fetched**: it is fetched again, because only images are
   stored in files.

@@ -398,7 +398,7 @@ MAX_AUTO_PROCESSES = 4
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:
-    """Return the setting `CODE`: hash and path of each module of the task's code.
+    """Return the inherited setting `CODE`: the path and the hashes of each module of the task.
 
     Workers compare these hashes with the hashes of their own code. If only the learner runs the
     code, the result is empty.

@@ -261,7 +261,7 @@ class Node:
     def has_ended(self) -> bool:
         """Whether the node has ended.
 
-        If it has, the results of its threads are no longer needed.
+        After the end, the results of the node's threads are no longer needed.
         """
         return self._stopped is not None and self._stopped.done()
 
@@ -450,9 +450,10 @@ class Node:
             self.perform(self._role.expire(now=self.now))
 
     async def wait_until(self, is_done: Callable[[], bool], *, within_s: float) -> bool:
-        """Call `is_done` every 50 ms. Return True once `is_done` does, or False after `within_s`.
+        """Call `is_done` every 50 ms until it returns true, at most for `within_s` seconds.
 
-        Used at the end of a node, to wait for conditions in the role's state.
+        Return whether it has returned true. This method is used at the end of a node, to wait for
+        conditions in the role's state.
         """
         give_up_at = self.now + within_s
         while not is_done():

@@ -1,9 +1,9 @@
 """Thread pools: the event loop makes each blocking call through a pool.
 
 A process uses real threads (`ThreadPools`). A simulation on virtual time (`echo/sim/clock.py`)
-calls the functions in the loop, so its runs are deterministic. An engine, the coder of deltas and
-the hashing of a recovered version start more threads inside such a call. The loop does not wait for
-these threads directly, and simulations do not use these parts.
+calls the functions in the loop, so its runs are deterministic. Some calls start more threads: those
+of an engine, of the coder of deltas, and of the hashing of a recovered version. The loop waits only
+for the call, not for its threads. Simulations make none of these calls.
 """
 
 from __future__ import annotations

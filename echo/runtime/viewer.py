@@ -217,7 +217,7 @@ class RunWatcher(Protocol):
 def watch(target: Target, watcher: RunWatcher) -> None:
     """Show a run to a watcher until the user ends the view.
 
-    A lost learner is redialled, and so is a learner on this machine that is still starting.
+    The learner is redialled if it is lost, or if it runs on this machine and is still starting.
 
     Raises:
         TransportError: if no learner has answered since the call.

@@ -221,9 +221,11 @@ class EvaluationNode(Node):
         self._waiting.wake()
 
     def _failed(self, record: Discarded, cause: str) -> None:
-        """Store a failed reward as the answer of its group. Any other failure ends the evaluation.
+        """Store the failure of a group as its answer, and end the evaluation for some failures.
 
-        So a prompt that no worker can sample does not count as a wrong answer.
+        The evaluation goes on after a failed reward, and after log-probabilities that are not
+        finite. Any other failure ends the evaluation. So a prompt that no worker can sample does
+        not count as a wrong answer.
         """
         what, _, _ = (cause or record.reason).partition("\n")
         error = RewardError(what, reason=record.reason)

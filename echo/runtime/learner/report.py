@@ -107,8 +107,8 @@ _STEPS_REMEMBERED = 20
 class RemainingTime:
     """Estimates the remaining time of a run from the median duration of its recent steps.
 
-    In the median, a period without workers counts as one slow step. The first step of the process
-    is not counted, because workers joined during it.
+    A period without workers makes one step slow, and one slow step has no effect on the median. The
+    first step of the process is not counted, because workers joined during it.
     """
 
     def __init__(self) -> None:
@@ -472,7 +472,8 @@ class Progress:
     def describe_failing(self, step: int) -> str | None:
         """Return a log line for a run that ends at `step` because groups failed.
 
-        The result is None if fewer than half of the groups since the last useful group failed.
+        The result is None if, since a group was last stored for training, fewer than half of the
+        groups failed.
         """
         num_groups = self.zero_signal.num_groups
         if 2 * self._num_failed < num_groups:

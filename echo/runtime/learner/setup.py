@@ -479,8 +479,8 @@ def with_checkpointing(
 ) -> Config:
     """Choose a value for `gradient_checkpointing = "auto"`, and return the configuration.
 
-    Checkpointing is off for a model with unknown dimensions. If the processes of the learner need
-    different settings, all use the one that saves the most memory.
+    Gradient checkpointing is off for a model with unknown dimensions. If the processes of the
+    learner need different values, all use the value that saves the most memory.
     """
     if config.learner.gradient_checkpointing != "auto":
         return config

@@ -239,7 +239,7 @@ class EpisodeWatcher(NodeWatcher):
         self.call.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Add `number` work steps, which sampled no tokens, to the call's progress."""
+        """Add `number` engine steps that sampled no token, as in a prefill, to the progress."""
         self.call.on_progress(number)
 
 

@@ -1,9 +1,10 @@
 """Stalls: explain why the learner waits long or workers are idle.
 
-The learner observes its fleet when its own activity changes. Then it observes the fleet again after
-FIRST_LOOK_S, and later with pauses that double up to LOOK_S, because the workers' states change
-soon after a new version or a new batch. If a pause were too long, a short state, such as the
-fetching of a version, would count for the whole pause.
+The learner observes its fleet when its own activity changes. The workers' states change soon after
+that, for example after a new version or a new batch. So the learner observes the fleet again after
+FIRST_LOOK_S. The next pauses double up to LOOK_S, and later pauses last a heartbeat interval. If a
+pause were too long, a short state, such as the fetching of a version, would count for the whole
+pause.
 
 The times between observations are added up for each step (`echo/fleet/explain.py`). An explanation
 is made
