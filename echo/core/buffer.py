@@ -25,7 +25,7 @@ class Evicted:
 
 
 class StalenessBuffer:
-    """Holds the groups that wait for training within the staleness bound, oldest first."""
+    """Holds the groups that wait for training. Their staleness is within the bound."""
 
     def __init__(
         self, *, max_staleness: int, lineages: Sequence[Lineage], trims_stale: bool = False
@@ -35,7 +35,8 @@ class StalenessBuffer:
         Args:
             max_staleness: the bound S, inclusive.
             lineages: the learner's lineages. A new lineage starts with a new buffer.
-            trims_stale: whether to mask stale tokens, so that the group can stay in the buffer.
+            trims_stale: whether `evict` masks the stale tokens of a group, instead of removing the
+                group, if each rollout keeps a trainable token.
         """
         self.trims_stale = trims_stale
         self.num_trimmed_tokens = 0

@@ -4,7 +4,9 @@ Most rollouts are one chain, in which each token follows the previous token. If 
 its history or makes parallel calls, the rollout has several chains. Their tokens form a tree, which
 a rollout stores as a list of pieces. Within a piece, each token follows the previous token. The
 first token of a piece may follow any earlier token. So chains share the tokens of their common
-beginning, and each sampled token is stored once.
+beginning, and each sampled token is stored once. The start of a piece, except the first, is a
+branch. A branch is stored as two places: that of the piece's first token, and that of the token
+before it in the chain.
 
 A place is a token's number in the completion. The prompt's tokens have negative places: the last
 token has place -1 and the first token has place -P. A token that follows place -P - 1 has no
@@ -48,7 +50,8 @@ def no_branches() -> Branches:
 def find_branch_fault(branches: Branches, *, num_tokens: int) -> str | None:
     """Return the error in a completion's branches. Return None if there is no error.
 
-    A branch may follow a token of the prompt. The prompt's length is not checked.
+    A piece may follow a token of the prompt. Such a token has a negative place, and any negative
+    place is accepted, because the prompt's length is not known here.
     """
     if branches.dtype != np.int32 or branches.ndim != 2 or branches.shape[1] != 2:
         return f"{branches.dtype}{list(branches.shape)}, expected int32[K, 2]"
@@ -104,7 +107,7 @@ class Tree:
         return piece.end - 1 in self._followed
 
     def way_to(self, piece: Piece) -> list[Run]:
-        """Return the tokens from the prompt's start up to a piece, as runs.
+        """Return the tokens from the prompt's start to the last token before a piece, as runs.
 
         A run lies within the prompt or within one piece.
         """

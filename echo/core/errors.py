@@ -9,8 +9,8 @@ EchoError
 │       └── ForgedError            a peer forwarded data without a valid signature or seal
 ├── TransportError         a socket failed (zmq's errors end here, chained to the original)
 ├── StorageError           the disk failed or a file on it is damaged
-├── RefusedError           the learner refused this node for good: reason and both values
-├── PlanError              nothing fits: the reasons, listed
+├── RefusedError           the learner refused this node for good: the reason, in detail
+├── PlanError              no plan satisfies the constraints: the reasons
 ├── EngineError            the model runtime failed
 ├── RankError              one of the processes that train together failed: which, and how
 ├── DivergedError          the policy has become worse than a limit of the user

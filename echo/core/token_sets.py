@@ -39,7 +39,10 @@ of lacking ids."""
 
 
 def size_lacking(num_ids: int) -> int:
-    """Return the entry of `sizes` for a set that is recorded by its `num_ids` >= 1 missing ids."""
+    """Return the entry of `TokenSets.sizes` for a set that is recorded by its missing ids.
+
+    `num_ids` is the number of missing ids, >= 1.
+    """
     return TOO_LARGE - num_ids
 
 
@@ -93,7 +96,7 @@ class TokenSets:
 
     @property
     def lacks(self) -> npt.NDArray[np.bool_]:
-        """Whether the ids that are recorded for a token are those that its set lacks, [T]."""
+        """For each token, whether its set is recorded by the missing ids, [T]."""
         return self.sizes < TOO_LARGE
 
     @property

@@ -100,9 +100,9 @@ class AlertRules:
     def __init__(
         self, limits: AlertLimits, *, step: int, rewards: Sequence[float] = (), now: float
     ) -> None:
-        """Make rules without alerts.
+        """Make the rules of a run. No alert is raised yet.
 
-        `rewards` has the mean rewards up to `step`, oldest first.
+        `rewards` has the mean rewards of the steps up to `step`, oldest first.
         """
         self._limits = limits
         self._conditions: dict[AlertKind, _Condition] = {}

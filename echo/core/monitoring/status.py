@@ -2,8 +2,8 @@
 
 The learner makes the status (`runtime/learner/report.py`). The live view draws the status, and
 viewers receive it as JSON. `status.json` in the run's directory has the last status. JSON has no
-NaN and no infinity. So NaN or an infinite value becomes None in the status. A history leaves such
-values out.
+NaN and no infinity. So NaN or an infinite value becomes None in the status. The curves of earlier
+values (`reward_history`, `eval_history`) leave such values out.
 """
 
 from __future__ import annotations
