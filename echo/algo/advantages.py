@@ -96,14 +96,14 @@ def _baselines(
 def overlong_penalties(
     num_tokens: npt.NDArray[np.integer], *, max_tokens: int, buffer_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """Return the length penalty of each completion. The caller adds it to the reward.
+    """Return the length penalty of each completion, from -1 to 0. The caller adds it to the reward.
 
     The penalty is 0 up to max_tokens - buffer_tokens, and falls linearly to -1 at max_tokens.
 
     Args:
         num_tokens: number of completion tokens, 0..max_tokens; any shape.
         max_tokens: largest number of tokens of a completion.
-        buffer_tokens: number of tokens before `max_tokens` over which the penalty grows,
+        buffer_tokens: number of tokens before `max_tokens` over which the penalty falls to -1,
             1..max_tokens.
 
     Returns:

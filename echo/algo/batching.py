@@ -4,14 +4,15 @@ A rollout's input is its prompt and its completion without the last token, becau
 predicted from the last token.
 
 A padded row has one rollout and padding on its right. Under causal attention no real token attends
-to padding, so the row needs no attention mask, and positions count from 0. Padded rows may be
-filled to one of a few lengths, and rows of padding may be added to make the number of rows a power
-of two.
+to padding, so the row needs no attention mask, and positions count from 0.
 
 A packed row has several rollouts one after the other. The model must keep the rollouts apart
 (train/models/packing.py). If rollouts share their prompt, the row has the prompt once, before the
-completions. A packed row may be filled to one of a few sizes, with tokens that attend only to
-themselves.
+completions.
+
+Both kinds of rows may be filled: tokens without a meaning are added, so that only a few different
+sizes occur (row_sizes.py). A padded row gets more padding, and rows of padding may be added to make
+the number of rows a power of two. A packed row gets tokens that attend only to themselves.
 
 For both kinds of rows, a loss gets the same [B, T] tensors.
 
@@ -483,7 +484,7 @@ def share_prompts(
     """Divide rows into units. The rows of a unit share a prompt.
 
     A unit has at most half the tokens of a micro-batch, so that several units fit into a
-    micro-batch. Rows share a prompt only if sharing saves at least MIN_SAVED of their tokens.
+    micro-batch. Rows share a prompt only if this saves enough of their tokens (MIN_SAVED).
 
     Args:
         rows: the rows. Rows with the same prompt must have the same array object as `prompt_ids`.
@@ -525,7 +526,10 @@ does not go through the model.
 
 @dataclass(slots=True)
 class _Row:
-    """A packed row under construction, or consecutive padded rows under construction."""
+    """The segments and input ids of a micro-batch under construction.
+
+    The micro-batch is one packed row, or it is padded rows, each of which is one segment here.
+    """
 
     lengths: list[int] = field(default_factory=list)
     prefixes: list[RowRuns] = field(default_factory=list)
@@ -558,7 +562,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Layout:
-    """A row under construction, with the place of each sample in the row."""
+    """A `_Row`, with the place of each sample in the row."""
 
     row: _Row = field(default_factory=_Row)
     starts: list[tuple[int, int]] = field(default_factory=list)
@@ -646,7 +650,10 @@ def _joined(runs: Sequence[tuple[int, int]]) -> RowRuns:
 
 
 def _apart(samples: Sequence[TrainingRow], width: int = 0) -> _Layout:
-    """Return one row that has each chain separately. Each chain is filled to `width` tokens."""
+    """Return the samples with each chain as a separate segment.
+
+    Each segment is filled to `width` tokens; 0 for no filling.
+    """
     layout = _Layout()
     for sample in samples:
         tree = sample.tree

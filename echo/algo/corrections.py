@@ -41,9 +41,11 @@ def importance_weights(
     """Return the bounded importance weight of every token, without gradient.
 
     token_tis     min(r_t, cap)                    truncated importance sampling
-    sequence_tis  min(prod_t r_t, cap)             the same for every token of a rollout
-    token_mis     r_t where r_t <= cap             masked importance sampling; else 0
-    sequence_mis  prod_t r_t where <= cap          else 0 for the whole rollout
+    sequence_tis  min(R, cap)                      the same for R
+    token_mis     r_t if r_t <= cap, otherwise 0   masked importance sampling
+    sequence_mis  R if R <= cap, otherwise 0       the same for R
+
+    R = prod_t r_t is the ratio of the rollout. All tokens of a rollout get the same weight from R.
 
     Args:
         log_ratio: [B, T] log r_t = log(proximal / sampler) of each token t, nats.
@@ -79,12 +81,12 @@ class RolloutMasks:
     veto        keep where min_t r_t >= veto
     opsm        keep where A >= 0 or mean_t(-log r_t) <= opsm
 
-    r_t is the ratio of learner to sampler at token t, before the step and without gradient. A is
-    the advantage.
+    r_t is the ratio of learner to sampler at token t, under the present weights and without
+    gradient. A is the advantage.
 
     Source: geometric mask and veto: verl and slime; off-policy sequence masking: DeepSeek-V3.2,
     arXiv:2512.02556.
-    Differs from the paper: nothing. The divergence of OPSM (opsm) is to the policy that sampled.
+    Differs from the paper: |log r_t| is limited to 20.
     Limits: the usual geometric bounds (.99 to 1.01) only allow for differences in rounding. Under
     staleness these bounds would drop nearly every rollout, so the geometric mask is off by default.
     The veto drops long rollouts more often than short rollouts, because one token is enough.

@@ -65,8 +65,9 @@ class LengthBias:
 
         Args:
             oldest_open: id of the first granted group that has not ended; None if all groups have
-                ended. Later groups are left out of the delivered sample, since their short
-                completions are delivered first.
+                ended. Groups that were granted later are left out of the delivered sample. Of
+                these groups, mainly those with short completions have ended, and would bias the
+                sample.
 
         Returns:
             `lengths/{trained,sampled}/{mean,p90}` in tokens; sampled means delivered.
@@ -234,8 +235,8 @@ def mismatch_metrics(sums: Mapping[str, float], num_tokens: float) -> dict[str, 
                                        nats per token; never negative
 
     Args:
-        sums: from `mismatch_sums`: the sums of r, of r^2 (as "ess") and of r - 1 - log r, and the
-            largest r.
+        sums: the result of `mismatch_sums`: the sum of r, the sum of r^2 (under the name "ess"),
+            the sum of r - 1 - log r, and the largest r.
         num_tokens: the number of tokens, N.
 
     Source: the estimator k3 of J. Schulman, "Approximating KL Divergence" (2020); Kish's effective

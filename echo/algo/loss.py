@@ -1,10 +1,10 @@
 """Contract of a policy loss: inputs, output, and needs.
 
 A loss gets one micro-batch of whole rollouts, and divides by counts of the whole batch (the
-normaliser). So the gradient does not depend on the division into micro-batches. A rollout with an
-advantage of 0 counts only in the normaliser. If the gradient of the loss comes only from the
-advantages, such rollouts are left out of micro-batches. A loss declares further inputs in `needs`,
-and the caller provides these inputs.
+normaliser). So the gradient does not depend on the division into micro-batches. If the advantages
+are the only source of the gradient, a rollout with an advantage of 0 has no gradient. The rollout
+then need not be in a micro-batch, but still counts in the normaliser. A loss declares further
+inputs in `needs`, and the caller provides these inputs.
 
 Every loss corrects staleness by the ratio of learner to sampler. Only `losses.DecoupledPpoLoss`
 takes the ratio to a proximal policy, and so needs an importance weight too.

@@ -447,9 +447,16 @@ def tail_ratio(likely: LikelyIds, shape: torch.Size) -> Tensor:
 
 
 def expected_scores(likely: LikelyIds, m: Tensor, alpha: Tensor) -> Tensor:
-    """Return the score-centering term C of each token, [B, T]. The comment above has the equations.
+    """Return the score-centering term C of each token, [B, T].
 
-    `m` has a value for each likely id, [M]. `alpha` has a value for each token, [B, T].
+    C = sum_i (m_i - alpha pi_i) log pi_i over the token's likely ids i, where pi_i is the learner's
+    probability of id i. Only log pi_i has a gradient. The comment above derives the equation.
+
+    Args:
+        likely: the likely ids of all tokens.
+        m: [M] the importance weight of each likely id times the sampler's probability of the id.
+        alpha: [B, T] for each token, the importance weight of all other ids times the sampler's
+            probability of these ids, divided by the learner's.
     """
     of_id = alpha.flatten().index_select(0, likely.places)
     weights = m - of_id * likely.learner_logprobs.detach().exp()
@@ -574,7 +581,7 @@ class DppoTvLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The inputs that the loss needs: every rollout if c > 0."""
+        """The inputs that the loss needs: if c > 0, also rollouts with an advantage of 0."""
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -903,7 +910,10 @@ class GepoLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The inputs that the loss needs: the group expectation, and every rollout if c > 0."""
+        """The inputs that the loss needs: the expectation of each group.
+
+        If c > 0, the loss also needs rollouts with an advantage of 0.
+        """
         return LossNeeds(every_rollout=self.sampler_kl_coef > 0, group_expectation=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -975,7 +985,10 @@ class ReferenceKlLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The needs of the inner loss, every rollout, and reference log-probabilities."""
+        """The needs of the inner loss, and reference log-probabilities.
+
+        The loss also needs rollouts with an advantage of 0.
+        """
         return replace(needs_of(self.loss), every_rollout=True, reference_logprobs=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -1019,7 +1032,10 @@ class EntropyBonusLoss:
 
     @property
     def needs(self) -> LossNeeds:
-        """The needs of the inner loss, every rollout, and entropies."""
+        """The needs of the inner loss, and entropies.
+
+        The loss also needs rollouts with an advantage of 0.
+        """
         return replace(needs_of(self.loss), every_rollout=True, entropies=True)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -1,12 +1,16 @@
 """Sizes to which rows of tokens are filled, so that only a few different sizes occur.
 
-For 16-bit products, a CPU's library keeps code and buffers for each number of tokens. So on a CPU,
-packed and padded rows are filled. A GPU's library keeps a plan for each length of padded rows. So
-on a GPU, padded rows are lengthened.
+To fill a row means to add tokens that no result depends on. The added tokens are called filling.
+Each new size costs time and memory in the libraries that compute products and attention:
 
-The added tokens are called filling. A packed row is filled to the smallest size that this training
-run has already used and that holds the row. If filling would then be more than the share MAX_REUSED
-of the run's tokens, a new size is made for the row.
+* On a CPU, the library of 16-bit products keeps code and buffers for each number of tokens. So
+  packed and padded rows are filled.
+* On a GPU, the library of attention keeps a plan for each length of padded rows. So only padded
+  rows are filled.
+
+A packed row is filled to the smallest size that holds the row, among the sizes that this training
+run has already used. With this size, the share of filling in the run's tokens may be at most
+MAX_REUSED. If the share would be larger, a new size is made for the row.
 """
 
 from __future__ import annotations
