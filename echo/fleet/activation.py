@@ -338,10 +338,10 @@ class _Search:
         yield from dict.fromkeys(starts)
 
     def _improve(self, counts: Counts, limit: float) -> Counts:
-        """Change a set of workers for as long as each change improves the set. Return the result.
+        """Change a set of workers until no change improves the set. Return the result.
 
-        Slowdowns up to `limit` count as equal. Changes of one kind are tried first, because they
-        are fewest.
+        A set's slowdown is the factor by which the set lengthens the steps. Slowdowns up to `limit`
+        count as equal. Changes of one kind are tried first, because there are fewest of them.
         """
         changes = (self._of_one_kind, self._of_two_kinds, self._of_three_kinds)
         while True:
@@ -406,7 +406,8 @@ class _Search:
     def _limit(self) -> float:
         """Return the largest slowdown that counts as equal to the smallest slowdown found so far.
 
-        Only sets within the budget are compared. If a sufficient set was found, the limit is 1.
+        Only sets within the budget are compared. If one of them is sufficient, the result is 1,
+        because a sufficient set does not lengthen the steps.
         """
         found = self._assessed.values()
         least = min(each.slowdown for each in found if not self._is_too_dear(each))

@@ -6,16 +6,17 @@ adds up these times, for the learner's waits and for the whole time.
 
 **The learner waits.** One stage is the cause. The stages rewards, weights, storing and delivering
 block groups. A blocking stage is the cause if it takes at least BLOCKED_SHARE of the time.
-Otherwise the cause is sampling or granting, whichever takes more time. If the staleness bound
-admits no groups for a worker, the worker's idle time does not count, because this time is an effect
-of the wait. Each stage leads to a resource:
+Otherwise the cause is sampling or granting, whichever takes more time. While the learner waits, no
+step ends, so the staleness bound may admit no group for a worker. The idle time of this worker does
+not count, because the wait causes it. Each stage leads to a resource:
 
     rewards      the task's code, at the workers or at the learner
     weights      the first slow link on the path from the learner, or the disk behind this link
     storing      the learner's disk
     delivering   the link from a worker
-    sampling     useless groups, one slow worker, a staleness bound that leaves places of engines
-                 empty, a setting or too little memory for the engines, or the number of workers
+    sampling     useless groups, slow agents, one slow worker, a staleness bound that admits too few
+                 groups for the engines, a setting or a memory that limits the engines, or the
+                 number of workers
     granting     the reason in `ObservedFleet.wait_reason`
 
 **Workers have no groups**, and the learner does not wait. Then the learner is the bottleneck. The
@@ -672,7 +673,11 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
 
 
 def _more_workers(fleet: ObservedFleet) -> str:
-    """Return the remedy for too few workers. A worker that is added may be put on standby, too."""
+    """Return the remedy for too few workers.
+
+    If workers are on standby, an added worker might be put on standby, too. So the remedy is then
+    to make all workers generate.
+    """
     if not fleet.num_standby:
         return "add workers"
     verb = _verb(range(fleet.num_standby), "is", "are")

@@ -256,7 +256,7 @@ class Division(OverlappedStep):
 def find_division(cluster: Cluster, job: SiteJob) -> Division | None:
     """Return the division whose step is shortest.
 
-    Return None if the model fits with no division.
+    If no division has enough memory for the model, return None.
     """
     replicas = possible_replicas(cluster, job)
     divisions = (

@@ -22,9 +22,14 @@ If groups differ in length, some workers make the last groups of a batch while o
 the next batch or wait for it. This delays a batch by at most half of a group's time.
 
 Staleness is predicted for just-in-time grants (leases/grants/just_in_time.py): each batch begins at
-the latest instant that delays no step. In three cases a batch begins as early as admission allows:
-the learner waits for more than OPEN_SHARE of its time, the fleet needs its fastest node, or delayed
-groups would still come close to the staleness bound.
+the latest instant that delays no step. In four cases, however, a batch begins as early as admission
+allows:
+
+* Leases do not limit the workers to the demand.
+* The learner waits for more than OPEN_SHARE of its time.
+* Without its fastest node, the fleet would be too slow for the job.
+* Even a group that begins as late as possible would be less than SLACK versions below the staleness
+  bound.
 
 The second form of the rule and the prediction are not in the paper.
 """
@@ -408,8 +413,9 @@ def auto_publish_period(t_train_s: float, t_bcast_s: float, max_staleness: int) 
     """Return the smallest publish period in which training hides the broadcast of each version.
 
     This is the smallest period with period * t_train_s > t_bcast_s, but at most max_staleness + 1.
-    With a longer period, the newest version would become too old to sample before the next
-    publication. Then learner and workers would wait for each other.
+    If the period were longer than max_staleness + 1, the newest version would become too old to
+    sample from before the next version is published. Then learner and workers would wait for each
+    other.
 
     Args:
         t_train_s: seconds per optimizer step, above 0.

@@ -3,11 +3,11 @@
 The provisioning rule (overlap.py) is convex in the numbers of nodes: the broadcast time is a
 maximum of linear functions, and the required rate and the time of a batch are convex. So a
 mixed-integer linear programme (HiGHS) finds the optimum. Tangents are added as constraints until
-the programme's answer satisfies the rule. A tangent never excludes a sufficient set. So missing
-tangents can make the answer insufficient, but never too expensive.
+the programme's answer satisfies the rule. A tangent never excludes a sufficient set. So the answer
+never costs more than the cheapest sufficient set, even while too few tangents make it insufficient.
 
-The search ends after MAX_NODES nodes of its tree. Then the answer is sufficient but may not be the
-cheapest. `gap` bounds the possible saving.
+HiGHS searches a tree, and stops after MAX_NODES nodes of the tree. If it stops early, the
+sufficient set that is found may not be the cheapest. `gap` bounds the possible saving.
 """
 
 from __future__ import annotations
