@@ -98,7 +98,8 @@ class RoundTrip:
     def keeps(self, token_ids: Sequence[int]) -> bool:
         """Return whether a completion keeps its token ids when decoded and encoded again.
 
-        Each part between stop tokens counts. A conversation has a stop token after each answer.
+        The completion is divided at its stop tokens, and each part must keep its ids. A
+        conversation has a stop token after each answer.
         """
         parts: list[list[int]] = [[]]
         for token in token_ids:
@@ -134,7 +135,9 @@ class MismatchProbe:
         self._chance = random.Random(seed)
 
     def measure(self, groups: Sequence[Group], trainer: AnyTrainer) -> dict[str, float]:
-        """Return the variance of the log-ratio over a small sample, and each cause's share of it.
+        """Return the variance of the log-ratio, and each cause's share of the variance.
+
+        The variance is taken over the tokens of a small sample of rollouts.
 
         Args:
             groups: the groups that the next step trains on.

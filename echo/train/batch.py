@@ -1,4 +1,7 @@
-"""The training batch: checks groups, and computes advantages, expectations and counts.
+"""The training batch: checks groups, and computes advantages and the counts of a loss.
+
+If the loss needs group expectations (`group_log_expectation` in algo/losses.py), they are computed
+too.
 
 `find_refusal` returns the reason why a group should not count towards a step. The learner calls
 `find_refusal` before it accepts a group:
@@ -15,10 +18,10 @@
     lost_member     a rollout without a trained token, if the loss needs complete groups
     zero_variance   every advantage is 0, and the loss has no other gradient
 
-A group with one of the first six reasons would damage the weights: a step raises an error that
-names the group. Groups with other reasons are left out, and `dropped/<reason>` has their share of
-the batch's trained tokens. Groups of zero variance still count in the normaliser (the number of
-tokens or rollouts by which a loss divides).
+The reasons from one_member to bad_support mean that the group would damage the weights: a step
+raises an error that names the group. Groups with other reasons are left out, and `dropped/<reason>`
+has their share of the batch's trained tokens. Groups of zero variance still count in the normaliser
+(the number of tokens or rollouts by which a loss divides).
 
 A completion that `overlong_filter` leaves out is not a lost member. Its reward still counts in the
 group's baseline, and its probability in the group's expectation.
@@ -146,7 +149,7 @@ def prepare_batch(
 def find_refusal(
     group: Group, *, settings: AdvantageSettings, needs: LossNeeds, vocab_size: int
 ) -> str | None:
-    """Return why a group should not count; None if the group should count.
+    """Return why a group should not count towards a step; None if the group should count.
 
     The module's docstring lists the reasons.
 
@@ -281,7 +284,7 @@ def _are_within(ids: npt.NDArray[np.int32], vocab_size: int) -> bool:
 
 
 def _trained_part(group: Group, settings: AdvantageSettings) -> Group:
-    """Return the group, but train no token of a completion that `overlong_filter` excludes."""
+    """Return the group, with all tokens of completions that `overlong_filter` excludes masked."""
     if not settings.overlong_filter:
         return group
     rollouts = tuple(

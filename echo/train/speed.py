@@ -1,9 +1,9 @@
 """Speed of a step: tokens, operations, seconds of the step's parts, and peak memory.
 
-Seconds are measured on the host. On a GPU, the host runs ahead, so a part ends when the host has
-read the part's last result. So the host waits once more in each update. With several ranks,
-operations and tokens are summed over the ranks, memory is the maximum over the ranks, and seconds
-are this rank's.
+Seconds are measured on the host. A host runs ahead of its GPU. So a part of a step must not end
+before the host has read the part's last result. Reading this result makes the host wait once more
+in each update. With several ranks, operations and tokens are summed over the ranks, memory is the
+maximum over the ranks, and seconds are this rank's.
 """
 
 from __future__ import annotations

@@ -25,16 +25,18 @@ A step may make several updates. Then the groups are divided into minibatches, e
 counts. The proximal policy is the policy at the start of the step. Before the first update, a pass
 scores the rows of all later updates under the proximal policy.
 
-`step_count` grows by one with every consumed batch, so each batch makes one policy version. If all
-advantages are 0, the version has the weights of the previous version, without momentum or weight
-decay. If the loss or gradient of a batch is not finite or cannot be computed, `step` raises
-`StepError`, restores the state before the step, and makes no version. Updates are undone from a
-backup in the host's memory. `find_faulty` returns the groups at fault.
+`step_count` grows by one with every consumed batch, so each batch makes one policy version. If no
+rollout of a batch has a gradient, the step makes no update: the weights stay as they are, and
+neither momentum nor weight decay changes them. If the loss or gradient of a batch is not finite or
+cannot be computed, `step` raises `StepError`, restores the state before the step, and makes no
+version. Updates are undone from a backup in the host's memory. `find_faulty` returns the groups at
+fault.
 
-Log-probabilities are of the whole distribution at `temperature`. Samplers with top-p or top-k
-report larger log-probabilities than the trainer computes. So ratios are below 1 even without
-staleness. For these samplers the configuration refuses losses whose range of ratios ends above 1
-(config/losses.py).
+Log-probabilities are taken at `temperature`. With top-p, top-k or min-p, a worker sends the support
+of each token (the ids that it was drawn from), and the trainer scores the token on its support. If
+a support is too large to send, the trainer scores the token on the whole vocabulary. The token's
+ratio is then below 1 even without staleness. If the loss does not accept such ratios, the group is
+refused (config/losses.py).
 
 Several processes may train one model (ranks/sharding.py). Each process has a trainer. All processes
 make the same calls with the same arguments, and get the same results or errors. If one process
@@ -339,8 +341,8 @@ class Trainer:
     def _scaled(self, settings: OptimizerSettings, sums: Sums) -> OptimizerSettings:
         """Return the settings with a learning rate that is scaled by the effective sample size.
 
-        The rate is multiplied by sqrt(ess), where ess = `rollout_ess(sums)` is between 0 and 1, and
-        1 on-policy.
+        The rate is multiplied by sqrt(ess), where ess = `rollout_ess(sums)` is at most 1.
+        On-policy, ess is 1.
 
         Source: VCPO, arXiv:2602.17616, with the square root for optimizers like AdamW. The
         importance weights are unclipped, as in the code of VCPO's authors. Differs from the paper:
@@ -354,8 +356,8 @@ class Trainer:
     def _minibatches(self, groups: Sequence[Group], whole: StepBatch) -> list[StepBatch]:
         """Return the batch of each update; batches without a gradient are left out.
 
-        With n minibatches, every n-th group goes into the same minibatch, because quick groups
-        arrive first.
+        With n minibatches, every n-th group goes into the same minibatch. The learner orders the
+        groups of a batch by age, so each minibatch has both old and new groups.
         """
         count = min(self.adapters.progress.settings.minibatches_per_step, len(groups))
         batches = [whole]

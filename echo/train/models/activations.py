@@ -24,11 +24,11 @@ def enable_training(model: Any, *, is_on_cpu: bool, gradient_checkpointing: bool
     """Configure the activations of a model's layers, and switch off dropout.
 
     Args:
-        model: a model of transformers. If `gradient_checkpointing` is not False, its layers support
-            checkpointing.
+        model: a model of transformers. If `gradient_checkpointing` is not False, its layers must
+            support checkpointing.
         is_on_cpu: whether the model is on the CPU. If so, freed memory is returned to the system.
-        gradient_checkpointing: True to recompute activations, "offload" to keep the layers' inputs
-            on the host as well.
+        gradient_checkpointing: False to keep all activations; True to recompute them in the
+            backward pass; "offload" to recompute them, and to move the layers' inputs to the host.
     """
     if is_on_cpu:
         hook = partial(_give_back_beside, allocator.Trimmer())

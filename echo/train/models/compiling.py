@@ -35,11 +35,12 @@ def compile_layers(layers: Sequence[Any], *, must: bool) -> None:
 
     Args:
         layers: decoder layers of one model.
-        must: whether a layer that cannot be compiled is an error. Otherwise the layer runs
-            uncompiled, with one notice.
+        must: whether a layer that cannot be compiled is an error, here or at its first run.
+            Otherwise the layer runs uncompiled, with one notice.
 
     Raises:
-        EngineError: if `must`, and no layer can be compiled.
+        EngineError: if `must`, and peft adapts the weights of experts. Such layers cannot be
+            compiled.
     """
     if any(type(part).__name__ == "ParamWrapper" for layer in layers for part in layer.modules()):
         # Python code of peft runs in the middle of such a layer: one layer would take some 60

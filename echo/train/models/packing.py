@@ -15,9 +15,10 @@ This attention is causal, and stays within the segment and the layer's window. M
 settings of attention (caps, sinks, biases, windows in the mask only) are refused. In some
 architectures, layers mix tokens without attention, so rollouts would affect each other silently.
 Therefore `find_packing_fault` tries each model: two short segments in one row must get the same
-states as each segment alone. The trial is too short to test windows or chunks, so only layers of
-full and sliding attention are accepted. `can_share_prompts` tries two completions of one prompt in
-the same way.
+states as each segment alone. The two segments are shorter than usual windows and chunks of
+attention, so the trial cannot test layers that have these. Of such layers, only those of sliding
+attention are accepted, because this attention implements their windows. `can_share_prompts` tries
+two completions of one prompt in the same way.
 
 Shapes: L tokens of a row, H heads of width D, n segments.
 """
@@ -305,10 +306,18 @@ def _before(
     before: RowRuns,
     number: int,
 ) -> Iterator[Tensor]:
-    """Yield the states of each earlier run of tokens in `before`, [number, H, size, D].
+    """Yield the keys or values of each earlier run of tokens in `before`, [number, H, size, D].
 
-    All `number` segments get the same states. If `parts` has a run, the run is taken from `parts`:
-    the gradient of a slice of `states` would have the size of the whole row.
+    All `number` segments attend to the same earlier tokens, so they get the same result.
+
+    Args:
+        states: the keys or values of the whole row.
+        parts: the keys or values of each run of segments. If an earlier run of tokens is exactly
+            one segment, its part is used instead of a slice of `states`, because the gradient of a
+            slice would have the size of the whole row.
+        segments: the segments of the row.
+        before: (start, size) of each earlier run of tokens.
+        number: number of segments.
     """
     for run in before:
         start, size = run

@@ -493,7 +493,10 @@ class Policy:
     def _scores(
         self, batch: MicroBatch, inv_temperature: float, entropy: EntropyMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [N] log-probabilities and [N] entropies in nats; None as entropies for "none"."""
+        """Return the log-probabilities and the entropies of the scored tokens, [N] nats each.
+
+        If `entropy` is "none", None is returned instead of the entropies.
+        """
         states, head = self.predictors(batch)
         token_ids, compute = batch.pick(batch.token_ids), self.compute
         settings: dict[str, Any] = {
@@ -701,7 +704,7 @@ class Policy:
 
 
 def float32_attention(attn_implementation: str) -> str:
-    """Return the attention code that computes in float32 what the given code computes."""
+    """Return the given `attn_implementation`, or "auto" if it cannot compute in float32."""
     return "auto" if attn_implementation == FLASH else attn_implementation
 
 

@@ -70,7 +70,7 @@ class _Scored:
     def no_loss(self) -> Tensor:
         """Return a loss of 0 with a gradient of 0.
 
-        Used for a pass that only other ranks need.
+        A rank uses this loss in a pass that only other ranks need.
         """
         return 0.0 * (self.logprobs if self.tokens is None else self.tokens.losses).sum()
 

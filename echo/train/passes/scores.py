@@ -5,8 +5,9 @@
     of_reference  the reference's log-probabilities of one micro-batch, within a training pass
     of_version    a published version's scores of every completion token
 
-Log-probabilities are in nats, at the sampling temperature, without top-k and top-p. All ranks call
-each method together and get the same result.
+Log-probabilities are in nats, at the sampling temperature. A token with a support (the ids that it
+was drawn from) is scored on the support alone, and any other token on the whole vocabulary. All
+ranks call each method together and get the same result.
 
 Shapes: R rows, T completion tokens of a row, B rows of a micro-batch, N trained tokens of a batch.
 """

@@ -9,14 +9,14 @@ command and then carries it out too. There are two process groups. In the contro
 for the next command without a limit of time. All other communication uses the default group, where
 no rank waits longer than COLLECTIVE_S.
 
-A rank that fails ends the job. Each rank writes its crash reason into the shared store of torchrun,
-and the leader reports the failed rank and the reason. The kinds of failure, with their crash reason
-and their detection:
+A rank that fails ends the job. If the rank can, it writes the reason for its crash into the shared
+store of torchrun. The leader reports the failed rank and the reason. The table lists the kinds of
+failure, how the other ranks detect each kind, and whether the store has a reason:
 
-    it raised an error        a reason; other ranks detect it at once (gloo) or by a SIGTERM
-    it was killed             no reason; other ranks detect it in the same way
-    it hangs, or its          no reason; the other ranks detect it after COLLECTIVE_S
-    machine is gone
+    failure of the rank                   detected                           reason
+    it raises an error                    at once (gloo) or by a SIGTERM     yes
+    it is killed                          at once (gloo) or by a SIGTERM     no
+    it hangs, or its machine is gone      after COLLECTIVE_S                 no
 
 No state is saved after a failure, since no rank has the whole state. After a restart by torchrun
 (`--max-restarts`) or by the user, the run continues from its last checkpoint.

@@ -289,7 +289,7 @@ def answer(connection: _Socket) -> bytes:
     """Wait for and return the next message of a rank.
 
     Raises:
-        OSError: if the rank's process has ended, or sends no message for COLLECTIVE_S seconds.
+        OSError: if the rank sends no message for COLLECTIVE_S seconds, or the connection breaks.
         EOFError: if the rank's process has ended.
     """
     if not connection.poll(COLLECTIVE_S):
@@ -505,7 +505,11 @@ class LeadImages:
         image: memoryview,
         last: memoryview | None,
     ) -> CodedDelta | None:
-        """Wait until all rows are in the image."""
+        """Wait until all rows are in the image. Return None, because no delta has been coded.
+
+        Raises:
+            RankError: if the rows of a rank do not arrive.
+        """
         try:
             wait()
             for link in self._rendezvous.links.values():

@@ -150,7 +150,7 @@ def _take(shapes: nn.Module, own: Mapping[str, Tensor]) -> set[str]:
 def _empty(shapes: nn.Module, name: str, own: Tensor) -> None:
     """Put an empty tensor in the place of a tensor that was read, to free memory.
 
-    The empty tensor is on the meta device and has the shape of this rank's part of `own`.
+    The empty tensor is on the meta device, and is sharded like `own`.
     """
     part = sharding.like(torch.empty_like(sharding.local(own), device="meta"), own)
     module, last = _place(shapes, name)
