@@ -422,8 +422,8 @@ def encode_block(base: memoryview | None, new: memoryview, *, word_bytes: WordBy
     Args:
         base: the same block in the version that the receiver holds; None to code the block alone.
         new: the bytes of the block, of any length.
-        word_bytes: size of the floats in the block, in bytes; 1 if the block has no floats or
-            unknown contents.
+        word_bytes: size of the floats in the block, in bytes; 1 if the block has no floats, or if
+            its contents are unknown.
 
     Raises:
         LocalProtocolError: if the base and the block differ in length.

@@ -185,7 +185,7 @@ class Parents:
         return [*self._parents, *last, *self._parents]
 
     def _address(self, index: int, now: float) -> str:
-        """Return the address of a hop; "" if the hop may not be dialled now."""
+        """Return the address of entry `index` of `_hops`; "" if it may not be dialled now."""
         hops, control = self._hops, self.control
         node_id, address = hops[index]
         is_alone = index >= len(hops) - len(self._parents)

@@ -155,7 +155,7 @@ class _Rows:
         """Return whether a former list of parents is still valid for a node.
 
         A valid list begins with the node's parent in the tree and ends with the learner. All listed
-        nodes can serve, and are nearer to the learner.
+        nodes can serve, and have fewer hops to the learner than `node` has.
         """
         chosen = [numbers.get(name, -1) for name, _ in old]
         return (
@@ -399,7 +399,10 @@ class _Plan:
         return Candidate(self.kind, self.seconds, rate, copies)
 
     def saves_less(self, other_s: float, min_gain: float) -> bool:
-        """Return whether a plan of `other_s` seconds saves too little compared with this plan."""
+        """Return whether a plan that takes `other_s` seconds is hardly faster than this plan.
+
+        It is hardly faster if it saves at most the share `min_gain` of this plan's time.
+        """
         return self.seconds * (1 - min_gain) <= other_s
 
 

@@ -69,7 +69,7 @@ def fluid_rate(uplink: float, uplinks: Sequence[float], downlinks: Sequence[floa
 
 
 def children_of(parents: Tree) -> list[list[int]]:
-    """Return the numbers of each node's children. In `parents`, a node outside the tree has -1."""
+    """Return a list of each node's children. In `parents`, a node outside the tree has -1."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
         if parent >= 0:
