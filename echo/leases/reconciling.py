@@ -138,7 +138,7 @@ class Reconciling:
     def _lease_of(self, record: LeaseRecord) -> Lease:
         """Return a lease as it was sent.
 
-        If the lease copies another lease, it has the same seed.
+        If the lease copies another lease, it has the seed of that other lease.
         """
         lease = self._prompts.lease(record.group_id, record.attempt)
         seed = self._prompts.lease(record.group_id, record.seed_attempt).seed

@@ -53,7 +53,7 @@ granted a group, or if the batch needs no further group."""
 class Scheduler:
     """Grants and tracks leases.
 
-    It grants as many as admission and the workers' capacities allow.
+    Admission, just-in-time granting and the capacities of workers limit how many it grants.
     """
 
     def __init__(
@@ -159,9 +159,10 @@ class Scheduler:
     def usable(
         self, workers: Sequence[LeasedWorker], newest: PolicyVersion | None
     ) -> tuple[frozenset[PolicyVersion], bool]:
-        """Return the installed versions with which a further group may be sampled now.
+        """Return the versions that may sample a further group, and whether admission is full.
 
-        The second result is whether no further group may be sampled even with the newest version.
+        The versions are among those that workers have installed. Admission is full if not even the
+        version `newest` may sample a further group.
         """
         quota = self.quota
         bounds = quota.bounds(workers)

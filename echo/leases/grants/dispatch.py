@@ -112,7 +112,8 @@ class Load:
 def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
     """Give each group to the worker that should finish it first.
 
-    Return the workers in the order of the groups.
+    Return one worker for each group to grant now, in the order of the groups. A group is not
+    granted now if its worker has no space, or must first install a newer version.
 
     Args:
         loads: the workers that can sample; modified by the placement.

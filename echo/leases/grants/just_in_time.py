@@ -267,7 +267,7 @@ class JustInTime:
         num_promised: int,
         now: float,
     ) -> int:
-        """Return how many groups batches will lack if no group is granted now."""
+        """Return how many groups the next batches will lack if no group is granted now."""
         size, first = self._groups_per_step, self._step + self._is_training
         most = max(load.most_promised for load in loads)
         num_held = min(most, (first + MAX_BATCHES) * size) - num_promised

@@ -189,9 +189,9 @@ class Round:
                 self._decisions.grants.append(NewLease(copy, worker, copy_of=original.seed_attempt))
 
     def _copy_of(self, original: LeaseRecord) -> Lease:
-        """Return a lease that copies another lease.
+        """Return a lease that copies the lease `original`.
 
-        It is the group's next attempt, with the same seed.
+        The copy is the group's next attempt, and has the seed of `original`.
         """
         seed = self._prompts.lease(original.group_id, original.seed_attempt).seed
         return msgspec.structs.replace(

@@ -96,9 +96,10 @@ class PartialGroup:
     """Whether the group already had tokens when it last entered the engine."""
 
     def seconds(self, now: float) -> float:
-        """Return the seconds since the group entered the engine.
+        """Return the seconds since the group last entered the engine.
 
-        Return 0 if the group has not entered, or if it already had tokens when it entered.
+        Return 0 if the group has never entered the engine, or already had tokens when it last
+        entered.
         """
         return 0.0 if self.began_at is None or self.is_continued else now - self.began_at
 
@@ -114,7 +115,7 @@ class PartialGroup:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of members that have not ended, so that they have no finish reason yet."""
+        """Number of members that have not ended, that is, have no finish reason yet."""
         return sum(not member.is_finished for member in self.members)
 
     @property
@@ -329,7 +330,10 @@ class HeldLeases:
         ]
 
     def stages(self, installed: PolicyVersion | None) -> dict[str, int]:
-        """Return how many groups are in each stage. Explanations of waits use these numbers."""
+        """Return stage -> number of groups in this stage, for explanations of waits.
+
+        The stages are sampling, rewards, weights, queued and delivered. Empty stages are left out.
+        """
         num_waiting, num_late = len(self.of(*WAITING)), len(self.awaiting(installed))
         counts = {
             WaitStage.SAMPLING: len(self.of(GroupState.RUNNING, GroupState.RECLAIMED)),
