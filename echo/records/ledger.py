@@ -298,7 +298,7 @@ def _tokens_by_version(group: Group) -> tuple[int, ...]:
 
 
 def staleness_of_groups(groups: Iterable[Group], *, consumed_at: int) -> dict[int, int]:
-    """Return, for each staleness, the number of the groups' trained tokens that have it.
+    """Return staleness -> number of trained tokens with this staleness, over all groups.
 
     `consumed_at` is the number of optimizer steps done before the step that trains the groups.
     """
@@ -711,7 +711,7 @@ class Ledger(LedgerQueue):
     def remove(self, record: Removed) -> None:
         """Sync the record of a removal, then delete the group files that it names.
 
-        The caller deletes the other files afterwards.
+        The caller then deletes all other files that the record names.
 
         Raises:
             StorageError: if the record cannot be written; then nothing may be deleted.
@@ -805,7 +805,7 @@ class Ledger(LedgerQueue):
 
 @contextmanager
 def _named(directory: Path, what: str = "the ledger") -> Iterator[None]:
-    """Turn errors of the disk or of SQLite in the block into a StorageError.
+    """Raise a StorageError in place of an error of the disk or of SQLite in the `with` block.
 
     The message names the directory and the remedy.
     """
