@@ -152,9 +152,9 @@ def _links_within(groups: Sequence[int]) -> list[int]:
     """Return, for each region, the smallest number of links that start in the region.
 
     In a region of n nodes, n - 1 nodes get the version from a node of the same region. In the
-    learner's region, all n nodes besides the learner get the version within the region, and one more
-    link leads to another region. So n + 1 links start in this region. If there is only one region,
-    no minimum is needed, and the result is [0].
+    learner's region, all n nodes besides the learner get the version within the region, and one
+    more link leads to another region. So n + 1 links start in this region. If there is only one
+    region, no minimum is needed, and the result is [0].
     """
     sizes = [0] * (max(groups) + 1)
     for group in groups[1:]:
