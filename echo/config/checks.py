@@ -204,8 +204,9 @@ def _check_group_bytes(config: Config) -> Iterator[Problem]:
 def max_tree_tokens(config: Config) -> int | None:
     """Return the largest number of tokens that all chains of an agent's rollout may have together.
 
-    A rollout must fit into one micro-batch, and its group into one message. A rollout may have at
-    most MAX_IDS likely ids. Without agents, the result is None.
+    A rollout must fit into one micro-batch, and its group into one message. If likely ids are sent
+    with each token, a rollout may have at most MAX_IDS of them. A conversation with
+    `agent.max_session_tokens` is allowed in any case. Without agents, the result is None.
     """
     if config.agent.listen is None:
         return None

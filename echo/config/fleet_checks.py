@@ -212,10 +212,10 @@ def rented_nodes(
 ) -> dict[str, int]:
     """Return the number of rented nodes of each offer.
 
-    An offer's number in [sim] takes precedence over its number in the plan. If an offer has neither
-    number and there is a plan, none of the offer's nodes are rented. Without a plan, all of them
-    are rented. A number that exceeds the nodes on offer is ignored here, because a list of that
-    length may exceed the memory. `scenario_rules` reports such a number.
+    An offer's number in [sim] takes precedence over its number in the plan. An offer without a
+    number is not rented if there is a plan. Without a plan, all nodes of such an offer are rented.
+    A number that exceeds the nodes on offer counts as missing, because the rules make a list of the
+    rented nodes, which must fit into memory. `scenario_rules` reports such a number.
     """
     counts = dict(offered)
     if plan is not None:

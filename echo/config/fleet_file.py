@@ -1,7 +1,7 @@
 """Reads fleet and scenario files, and makes the planner's request from their tables.
 
 A fleet and a job may be in one file or in two files without common tables. A scenario is a fleet
-file with more tables, all optional. layers.py reads these files. Messages name a row by its table,
+file that may have further tables. layers.py reads these files. Messages name a row by its table,
 its number (from 1) and the names in the row.
 """
 

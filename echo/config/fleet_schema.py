@@ -1,7 +1,7 @@
 """Defines the keys of fleet and scenario files: type, limits, default and meaning.
 
-A fleet and a job may be in one file or in two files. A scenario is a fleet file with more tables,
-all optional. fleet_checks.py compares several keys.
+A fleet and a job may be in one file or in two files. A scenario is a fleet file that may have
+further tables. fleet_checks.py has the rules that compare several keys.
 """
 
 from __future__ import annotations

@@ -217,12 +217,14 @@ MAX_DEPTH = 32
 
 
 def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:
-    """Return why messages and config.json would alter this value. If they keep it, return None.
+    """Return why a value would not stay the same in messages and in config.json.
+
+    Return None if it would stay the same.
 
     Args:
         value: the value of a key, or a part of it.
-        in_table: whether the value is in a table of the user's own keys. The types of such values
-            are not checked.
+        in_table: whether the value is in a table of the user's own keys. The schema does not check
+            the types of such values, so more types are refused here.
         depth: the number of tables and lists that contain the value.
     """
     if isinstance(value, Mapping | list):

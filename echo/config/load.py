@@ -160,7 +160,8 @@ def parse_config(
         source: the name of `table` in messages.
         is_saved: whether `table` is a run's saved configuration, which has every key. If True,
             defaults replace all saved values that have no effect. If False, defaults replace only
-            values that lose their effect by an override. A note reports each of these values.
+            values of `table` that an override makes ineffective, and the configuration has a note
+            on each of these values.
 
     Raises:
         ConfigError: if anything is wrong. The message lists every problem with its remedy.
@@ -354,7 +355,7 @@ def _default_settings(user: Settings, known: Mapping[KeyPath, Leaf]) -> dict[Key
 def _validate(settings: Settings, known: Mapping[KeyPath, Leaf]) -> tuple[Config, list[Problem]]:
     """Return a configuration in which defaults replace invalid values.
 
-    Also return their problems.
+    Also return one problem for each invalid value.
     """
     try:
         return Config.model_validate(nest(settings)), []

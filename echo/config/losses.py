@@ -6,13 +6,14 @@ because a relay has no torch and cannot import echo/algo. A test compares names 
 Truncated sampling. With top-p, top-k or min-p a worker computes log-probabilities in the truncated
 and renormalised distribution. For each token, a rollout contains the ids from which the token was
 drawn. So the learner can compute in the same distribution. If the set of these ids is too large to
-send (core/token_sets.py), the learner scores the token in the whole distribution. Then the token's
-ratio of learner to sampler is Z even on-policy, where Z is the probability that truncation has
-kept. With top-p, Z is between top_p and 1. With top-k and min-p, Z is any value up to 1.
+send (core/token_sets.py), the learner scores the token in the whole distribution. Let Z be the
+probability that truncation has kept. Then the token's ratio of learner to sampler is Z instead of
+1, even if both have the same weights. With top-p, Z is between top_p and 1. With top-k and min-p, Z
+is any value up to 1.
 
-Suppose that a loss accepts only ratios above Z. Then the loss learns nothing from rollouts with a
-negative advantage, or leaves out all rollouts. So such a loss gets no groups with missing token
-sets. `least_ratios` returns the smallest ratios that a loss accepts.
+Many losses accept only ratios above a limit. `least_ratios` returns the limits of a loss. If a
+limit is above Z, the loss learns nothing from such tokens with a negative advantage, or leaves out
+their whole rollouts. So this loss gets no groups with missing token sets.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ class LossSection(Section):
         return {}
 
     def least_ratios(self) -> dict[str, float]:
-        """Return the smallest ratios at which a bad rollout has a gradient.
+        """Return the smallest ratios at which a rollout with a negative advantage has a gradient.
 
-        Each ratio is listed under the key of its limit. A ratio is learner over sampler. A bad
-        rollout has a negative advantage.
+        A ratio is the learner's probability divided by the sampler's. Each limit of the loss gives
+        one ratio, which is listed under the limit's key.
         """
         return {}
 
@@ -186,7 +187,10 @@ class GspoSection(ClippedSection):
 
 
 class GepoSection(LossSection):
-    """GEPO: a loss of ratios to the sampler's expected probability over the group."""
+    """GEPO: a loss that clips rollouts' ratios to the group's expected probability.
+
+    The expectation is computed from the sampler's probabilities.
+    """
 
     kind: Literal["gepo"]
     normalize_by_std: bool = False
@@ -305,7 +309,8 @@ class DppoTvSection(MaskedLossSection):
     def least_ratios(self) -> dict[str, float]:
         """Return the smallest ratios that the masks and the bound accept, under their keys.
 
-        For the bound, return the ratio of a token to which the sampler gives a probability of 1.
+        For the bound, return the smallest ratio that the bound accepts if the sampler gives the
+        token a probability of 1. For less probable tokens the bound accepts smaller ratios.
         """
         end = 1 - self.max_probability_gap
         return super().least_ratios() | {"max_probability_gap": end}

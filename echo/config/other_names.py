@@ -214,9 +214,9 @@ setting."""
 
 
 def our_name(path: Sequence[str]) -> str | None:
-    """If another trainer uses an unknown key, return a hint that names Echo's key.
+    """Return a hint that names Echo's key for a key that other trainers have, but not Echo.
 
-    Otherwise return None.
+    If no trainer in the table has the key, return None.
 
     Args:
         path: the path of the unknown key. Only the path's last parts are compared with the table,
@@ -241,7 +241,7 @@ def our_name(path: Sequence[str]) -> str | None:
 
 
 def translations() -> Iterator[tuple[str, str, str]]:
-    """Yield each name in the table, the framework that uses it, and Echo's key."""
+    """Yield (framework, name, Echo's key) for each name in the table."""
     for *others, ours in OTHER_NAMES:
         keys = re.sub(r" \(.*\)|, such as .*|`", "", ours)
         for framework, cell in zip(FRAMEWORKS, others, strict=True):
@@ -251,9 +251,10 @@ def translations() -> Iterator[tuple[str, str, str]]:
 
 
 def _same_part(cell: str, name: str, keys: str) -> str:
-    """Return the key of Echo that corresponds to one of the names in a cell.
+    """Return Echo's key that corresponds to `name`.
 
-    If the cell has as many names as `keys` has keys, names and keys correspond in order. Otherwise
+    `cell` lists the names that a framework has in one row of the table, and `keys` lists Echo's
+    keys in this row. If the two lists have the same length, they correspond in order. Otherwise
     return all keys.
     """
     names, ours = cell.split(", "), keys.split(", ")

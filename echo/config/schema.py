@@ -723,9 +723,10 @@ class Config(Section):
 
     @property
     def max_chain_tokens(self) -> int:
-        """Largest number of completion tokens in an answer.
+        """Largest number of completion tokens in a chain of a rollout.
 
-        With agents, the largest number of tokens in an answer or in a conversation.
+        Without agents, the chain is one answer. With agents, the limit of a conversation
+        (`agent.max_session_tokens`) applies if it is higher than the limit of an answer.
         """
         longest = self.sampling.max_completion_tokens
         if self.agent.listen is None:

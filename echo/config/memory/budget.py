@@ -138,8 +138,9 @@ def memory_budget(
 def _first_that_fits(footprint: Footprint, machine: Machine) -> Footprint:
     """Return the learner's footprint with the fastest settings that fit into memory.
 
-    If no settings fit, return the footprint that needs the least memory. Moving versions to host
-    memory does not slow a step. Recomputing activations slows a step by a third.
+    Versions are moved to host memory first, which does not slow a step. If this does not suffice
+    and gradient checkpointing is automatic, activations are recomputed, which slows a step by a
+    third. If no settings fit, return the footprint that needs the least memory.
     """
     chosen = footprint.config.learner.gradient_checkpointing
     choices = tuple(CHECKPOINTING)[: 3 if footprint.has_gpu else 2]
@@ -328,8 +329,9 @@ class _Memory:
 def _decisive(items: Iterable[Item], machine: Machine) -> _Memory:
     """Return the memory that decides whether all items fit into the machine.
 
-    If the model is on a GPU and main memory is too small, return main memory. It holds versions,
-    whose size no setting changes. Otherwise return the memory that holds the model.
+    If the model is on a GPU and main memory is too small, return main memory. In this case settings
+    cannot help, because no setting changes the size of the versions in main memory. Otherwise
+    return the memory that holds the model.
     """
     own, *others = _memories(items, machine)
     return next((memory for memory in others if memory.missing_bytes > 0), own)

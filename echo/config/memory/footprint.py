@@ -105,17 +105,18 @@ class Footprint:
         weights rounded to bfloat16. Untrained weights (an adapter's base, a reference) exist only
         in bfloat16.
 
-        Attribution needs another model in float32. Ranks shard all these models in float32, and
-        round a layer to bfloat16 when they gather the layer.
+        The analysis of the mismatch (`metrics.attribution_steps`) needs another model in float32.
+        Ranks shard all these models in float32, and round a layer to bfloat16 when they gather the
+        layer.
 
-        Held-out prompts are sampled with the stored version's weights if possible
-        (runtime/learner/setup.py). Otherwise a separate model is needed, which ranks keep in the
-        host's memory. The keys and values of a single rollout are counted. If there is more memory,
-        more rollouts run at once.
+        Evaluations sample held-out prompts, if possible with the weights of the stored version
+        (runtime/learner/setup.py). Otherwise evaluations need a separate model, which ranks keep in
+        the host's memory. The keys and values of only one rollout are counted, because evaluations
+        adapt the number of concurrent rollouts to the free memory.
 
         A GPU with enough memory keeps the last version, and compares it with the next version
-        during a step (engine/weights.py). A step of several updates first copies weights and
-        moments to the host, so that a failed step can be undone.
+        during a step (engine/weights.py). If a step makes several updates, the learner first copies
+        weights and moments to the host, so that a failed step can be undone.
         """
         beside = self._sizes_beside_model()
         versions = self._versions(KEEP_VERSIONS + 1)  # one more is being made

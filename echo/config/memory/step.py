@@ -265,8 +265,8 @@ class StepFootprint:
 
             each norm   its input in float32, its output, and the normalised value if its weight is
                         trained; norms of heads count like the other norms
-            attention   queries, keys, values and the output, in float32 on a CPU; the output again
-                        as the input of a product; on a GPU the rotated query
+            attention   queries, keys, values and the output, all in float32 on a CPU; on a CPU
+                        also a copy of the output, on a GPU also the rotated query
             MLP         four tensors of its inner width
             adapter     the inputs of its small matrices
         """
@@ -301,8 +301,8 @@ class StepFootprint:
     def code_bytes(self) -> int:
         """Bytes that a CPU keeps in caches to speed up bfloat16 products.
 
-        For each row size, the CPU keeps a copy of one layer's weights and of one chunk of the
-        head's columns.
+        Rows of tokens have a few different sizes (algo/row_sizes.py). For each size, the CPU keeps
+        a copy of one layer's weights and of one chunk of the head's columns.
         """
         if not self._keeps_freed or self.compute_bytes != 2 or not self.is_alone:
             return 0
