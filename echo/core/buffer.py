@@ -1,7 +1,8 @@
 """Defines the rollout buffer. It holds accepted groups within the staleness bound, oldest first.
 
-The buffer enforces promise 1: `take` returns only groups whose oldest trainable token has staleness
-<= S at the step, where S is max_staleness. `evict` removes all other groups, each with a reason.
+The buffer enforces the staleness bound S (max_staleness): `take` returns only groups whose oldest
+trainable token has staleness <= S at the step. `evict` removes all other groups, each with a
+reason.
 With B groups per step, admission (`leases/grants/admission.py`) bounds the buffer to (S + 1) * B
 groups.
 """

@@ -158,10 +158,10 @@ def not_recorded(num_tokens: int, *, with_logprobs: bool = False) -> TokenSets:
 
 
 def all_but(ids: npt.NDArray[np.int32], num_tokens: int, *, of: int) -> TokenSets:
-    """Return sets of token ids that contain all ids except `ids`.
+    """Return the sets of `of` tokens.
 
-    `of` is the number of tokens, and each token gets a set. Only the first `num_tokens` sets are
-    recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
+    Each set of the first `num_tokens` tokens contains all ids except `ids`. The sets of the other
+    tokens are not recorded. Repeated ids count once. If `ids` is empty, no set is recorded.
     """
     lacking, num_tokens = np.unique(ids).astype(np.int32), min(num_tokens, of)
     sizes = np.full(of, NOT_RECORDED, np.int32)

@@ -138,7 +138,7 @@ def _format(amount: float, units: Sequence[tuple[str, float]], space: str = " ")
 
 
 def _three_digits(value: float) -> str:
-    """Return a number as text with three digits, but never cut digits before the decimal point."""
+    """Return a number as text with three digits. A number above 999 keeps all whole digits."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
