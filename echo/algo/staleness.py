@@ -8,10 +8,11 @@ are smoothed. One bad signal lowers the bound. The bound may rise only if all si
   may rise        ess > (1 + ess_low) / 2, mismatch_kl < kl_high / 2, clip_ratio < clip_high / 2,
                   and the rollouts were as old as the bound allows
 
-If the bound is too high, it falls by 1, or by half if a signal is beyond twice its limit. If the
-bound may rise in `patience` steps in a row, it rises by 1. After each decision, no decision follows
-for `patience` steps, since a decision acts only on rollouts that are granted later. The bound stays
-between the limits `least` and `most`.
+If the bound is too high, it falls by 1. It falls by half if mismatch_kl, clip_ratio or 1 - ess is
+more than twice its limit, where the limit of 1 - ess is 1 - ess_low. If the bound may rise in
+`patience` steps in a row, it rises by 1. After each decision, no decision follows for `patience`
+steps, since a decision acts only on rollouts that are granted later. The bound stays between the
+limits `least` and `most`.
 
 Source: additive increase and multiplicative decrease, as in TCP's congestion control.
 """
@@ -120,7 +121,10 @@ class StalenessController:
         self._smoothed[name] = weight * self._smoothed.get(name, 0.0) + (1.0 - weight) * value
 
     def _excess(self) -> tuple[float, str]:
-        """Return (worst signal as a multiple of its limit, description of the signal)."""
+        """Return (worst signal as a multiple of its limit, description of the signal).
+
+        The signal ess counts as 1 - ess, and its limit as 1 - ess_low.
+        """
         settings, smoothed = self.settings, self._smoothed
         # This is 0 at ess = 1: like the other two signals, it is 0 if sampler and learner agree.
         loss = 1.0 - smoothed.get("ess", 1.0)
