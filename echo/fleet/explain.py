@@ -317,8 +317,8 @@ class Tally:
     def in_waits(self) -> dict[WaitStage, float]:
         """Return the seconds that all workers spent in each stage while the learner waited.
 
-        The stage ADMISSION is left out. ADMISSION cannot cause a wait: the staleness bound admits
-        no groups for workers in this stage.
+        The stage ADMISSION is left out, because it is an effect of the wait: the staleness bound
+        admits no more groups until the learner has made further steps.
         """
         found = dict.fromkeys(WaitStage, 0.0)
         for (stage, _), seconds in self.waits.items():

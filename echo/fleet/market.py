@@ -62,7 +62,7 @@ class Offer:
 
     @property
     def availability(self) -> float:
-        """Share of time in which a node works, rather than being replaced."""
+        """Share of time in which a node works. In the rest, the lost node is being replaced."""
         return 1 / (1 + self.losses_per_h / 3600 * self.restart_s)
 
     def lost_rollouts_per_s(self) -> float:
