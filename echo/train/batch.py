@@ -176,7 +176,10 @@ def find_refusal(
 
 
 def _unusable(group: Group, needs: LossNeeds) -> str | None:
-    """Return the reason why a loss with these needs cannot use an undamaged group."""
+    """Return the reason why a loss with these needs cannot use a group, or None if it can.
+
+    `_find_damage` must have found no damage in the group.
+    """
     if needs.likely_ids and not all(map(_has_likely_ids, group.rollouts)):
         return "no_likely"
     if not needs.group_expectation:

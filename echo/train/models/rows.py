@@ -158,9 +158,9 @@ class RowRules:
         return sum(row(before + length, 0) - row(before, 0) for length, before in spans)
 
     def _attended(self, spans: Spans) -> float:
-        """Return the additional cost of attention in a packed row over padded rows, in operations.
+        """Return by how many operations attention costs more in a packed row than in padded rows.
 
-        Only segments without dense products have this cost.
+        Only the attention of segments without dense products costs more.
         """
         attention, long_from = self.flops.attention_of, self.kernel.long_from
         slow = sum(

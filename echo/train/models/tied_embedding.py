@@ -34,7 +34,10 @@ def add_rows_in_place(model: Any) -> None:
 
 
 def _look_up(embedding: nn.Embedding, ids: tuple[Tensor], found: Tensor) -> Any:
-    """Return the rows that were looked up, with a gradient of their own."""
+    """Return the looked-up rows, detached from the weight.
+
+    `_add_rows` gets the gradient of these rows. If no gradient is computed, return None.
+    """
     if not found.requires_grad:
         return None
     rows = found.detach().requires_grad_()
