@@ -18,7 +18,8 @@ from the newest version that is installed by then,
     least     = mean of forced(u) over u in [0, T_batch / T_train]
     T_batch   = max(R / rate, T_group) + min(1/2, spread) T_group, the last groups included
 
-With a period of 1 and T_bcast below it, forced(u) is ceil(T_bcast / T_train + u).
+With a period of 1 and T_bcast below it, forced(u) is ceil(T_bcast / T_train + u). `predicted` is
+what the planner predicts.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def draw_fleet(seed: int, num_steps: int) -> tuple[Scenario, dict[str, Any]]:
     )
     settings = SimRow(
         num_steps=num_steps,
-        chunks_per_version=4,
+        # A receiver abandons a version for a newer one, which needs chunks that are small.
+        chunks_per_version=64 if broadcast > period else 4,
         heartbeat_s=10.0,
         dead_after_s=60.0,
         lease_timeout_s=1000.0,
@@ -177,8 +179,6 @@ def draw_grid(
 
 def measure(scenario: Scenario, case: dict[str, Any], num_draws: int) -> dict[str, Any]:
     """Return the figures of a case, eager and just in time: means of `num_draws` draws."""
-    job = scenario.job
-    rate = case["rate"] * job.rollouts_per_step / TRAIN_S
     draws = [
         replace(scenario, settings=scenario.settings.model_copy(update={"seed": seed}))
         for seed in range(scenario.settings.seed, 1000 * num_draws, 1000)
@@ -188,19 +188,8 @@ def measure(scenario: Scenario, case: dict[str, Any], num_draws: int) -> dict[st
         for name, is_eager in (("eager", True), ("just_in_time", False))
     }
     pairs = list(zip(runs["eager"], runs["just_in_time"], strict=True))
-    tail = min(0.5, case["spread"]) * case["group_s"] / TRAIN_S
-    window = max(1 / case["rate"], case["group_s"] / TRAIN_S) + tail
-    broadcast_s = fmean(run.broadcast_s for run in runs["just_in_time"])
-    predicted = predict(
-        job,
-        rate=rate,
-        broadcast_s=broadcast_s,
-        latency_s=case["group_s"],
-        largest=scenario.fleet.largest_rate(job, scenario.counts),
-    )
     return case | {
-        "least": least_staleness(job.publish_period, broadcast_s / TRAIN_S, window),
-        "predicted": predicted.mean_staleness,
+        **_foreseen(scenario, case),
         **{name: _figures(of_draws) for name, of_draws in runs.items()},
         "more_idle": _difference([late.idle_share - eager.idle_share for eager, late in pairs]),
         "more_stale": _difference(
@@ -209,6 +198,26 @@ def measure(scenario: Scenario, case: dict[str, Any], num_draws: int) -> dict[st
                 for eager, late in pairs
             ]
         ),
+    }
+
+
+def _foreseen(scenario: Scenario, case: dict[str, Any]) -> dict[str, float]:
+    """Return the staleness that is forced, and what the planner predicts of the fleet."""
+    job, fleet, counts = scenario.job, scenario.fleet, scenario.counts
+    tail = min(0.5, case["spread"]) * case["group_s"] / TRAIN_S
+    window = max(1 / case["rate"], case["group_s"] / TRAIN_S) + tail
+    broadcast_s = fleet.broadcast_s(job, counts)
+    predicted = predict(
+        job,
+        rate=fleet.rate(job, counts),
+        broadcast_s=broadcast_s,
+        latency_s=fleet.mean_latency_s(job, counts),
+        largest=fleet.largest_rate(job, counts),
+    )
+    return {
+        "least": least_staleness(job.publish_period, broadcast_s / TRAIN_S, window),
+        "predicted": predicted.mean_staleness,
+        "predicted_idle": predicted.idle_share,
     }
 
 

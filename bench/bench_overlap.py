@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -75,13 +76,14 @@ def compare(run_dir: Path, share: float, group_s: float) -> dict[str, Any]:
         group_size=SIZE,
         max_staleness=MAX_STALENESS,
         publish_period=PERIOD,
-        train_s=STEP_S,
+        train_s=busy_s,
+        rate_spread=SPREAD / math.sqrt(GROUPS),
         completion_tokens=TOKENS,
         max_completion_tokens=TOKENS,
         version_bytes=0.0,
         margin=0.0,
     )
-    rate = share * required_rate(job, 0.0)
+    rate = share * GROUPS * SIZE / STEP_S
     predicted = predict(
         job,
         rate=rate,
@@ -110,7 +112,7 @@ def compare_real(run_dir: Path) -> dict[str, Any]:
     rates = read_rates(run_dir)
     rate = sum(worker.tokens_per_s for worker in rates.workers.values())
     rate /= rates.job.completion_tokens
-    latency_s = max(worker.group_s for worker in rates.workers.values())
+    latency_s = rates.mean_group_s
     predicted = predict(rates.job, rate=rate, broadcast_s=rates.broadcast_s, latency_s=latency_s)
     return {
         "steps": rates.num_steps,

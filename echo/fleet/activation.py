@@ -68,6 +68,7 @@ class SetPrediction:
     """Rollouts per second that the provisioning rule requires, without the job's margin."""
     broadcast_s: float
     latency_s: float
+    """Seconds that the slowest worker takes for a group."""
     cost_per_h: float
     """$ per hour for these workers and for the traffic to and from them."""
     idle_share: float
@@ -85,6 +86,9 @@ class Assessment:
     rate: float
     broadcast_s: float
     latency_s: float
+    """Seconds that the slowest worker takes for a group."""
+    mean_latency_s: float
+    """Mean seconds of a group, over all groups."""
     lost_per_s: float
     cost_per_h: float
     """$ per hour for these workers and their traffic, if steps take `slowdown` times as long."""
@@ -179,9 +183,9 @@ class Roll:
         members = [worker for worker in self.workers if worker.name in names]
         offers = [_offer(worker.name, [worker]) for worker in members]
         rate = sum(offer.rollouts_per_s(job) for offer in offers)
-        latency_s = max((offer.group_latency_s(job) for offer in offers), default=0.0)
+        slowest_s = max((offer.group_latency_s(job) for offer in offers), default=0.0)
         broadcast_s = self.links.broadcast_s(names) if offers else 0.0
-        times = {"rate": rate, "broadcast_s": broadcast_s, "latency_s": latency_s}
+        times = {"rate": rate, "broadcast_s": broadcast_s, "latency_s": slowest_s}
         # A period of S + 1 never satisfies the rule; use it only if no shorter one is allowed.
         periods = self.periods or (job.publish_period,)
         jobs = [
@@ -193,12 +197,14 @@ class Roll:
         slowdown = least_slowdown(job, **times)
         # A learner that waits publishes less often.
         paced = job if math.isinf(slowdown) else replace(job, train_s=job.train_s * slowdown)
-        cost_per_h = self._fleet_of(job).cost_per_h(paced, self.counts(names))
+        fleet, counts = self._fleet_of(job), self.counts(names)
+        cost_per_h = fleet.cost_per_h(paced, counts)
         return Assessment(
             job=job,
             rate=rate,
             broadcast_s=broadcast_s,
-            latency_s=latency_s,
+            latency_s=slowest_s,
+            mean_latency_s=fleet.mean_latency_s(job, counts),
             lost_per_s=sum(offer.lost_rollouts_per_s() for offer in offers),
             cost_per_h=cost_per_h,
             slowdown=slowdown,
@@ -212,7 +218,7 @@ class Roll:
             assessed.job,
             rate=assessed.rate,
             broadcast_s=assessed.broadcast_s,
-            latency_s=assessed.latency_s,
+            latency_s=assessed.mean_latency_s,
             lost_per_s=assessed.lost_per_s,
         )
         return SetPrediction(

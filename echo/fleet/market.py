@@ -113,6 +113,18 @@ class RentedFleet:
         pairs = zip(self.offers, counts, strict=True)
         return max((offer.group_latency_s(job) for offer, count in pairs if count), default=0.0)
 
+    def mean_latency_s(self, job: Job, counts: Counts) -> float:
+        """Return the mean seconds of a group, over all groups of the active nodes; 0 without nodes.
+
+        Fast nodes make more groups, so they count for more.
+        """
+        rate = self.rate(job, counts)
+        pairs = zip(self.offers, counts, strict=True)
+        total = sum(
+            offer.group_latency_s(job) * offer.rollouts_per_s(job) * count for offer, count in pairs
+        )
+        return total / rate if rate > 0 else 0.0
+
     def broadcast_s(self, job: Job, counts: Counts) -> float:
         """Return the seconds from a publication until the last active node holds the version.
 

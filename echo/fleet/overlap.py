@@ -21,6 +21,10 @@ A batch is complete when the fleet has made all its rollouts, after at least the
 If groups differ in length, some workers make the last groups of a batch while other workers begin
 the next batch or wait for it. This delays a batch by at most half of a group's time.
 
+Broadcasts are sent one after the other, as whole images. Of the versions that wait for the link,
+only the newest is sent. A receiver also abandons a version for a newer one, as `weights/offers.py`
+describes.
+
 Staleness is predicted for just-in-time grants (leases/grants/just_in_time.py): each batch begins at
 the latest instant that delays no step. In four cases, however, a batch begins as early as admission
 allows:
@@ -199,7 +203,8 @@ def predict(
         job: the job for which the fleet generates.
         rate: rollouts per second of all nodes together.
         broadcast_s: seconds from a publication until every node holds the version.
-        latency_s: seconds that a node takes for a group.
+        latency_s: mean seconds of a group. A fast node counts for more, because it makes more
+            groups.
         largest: rollouts per second of the fastest node.
         lost_per_s: rollouts per second that are lost because nodes are lost; `rate` does not
             include these rollouts.
@@ -245,16 +250,20 @@ class _Pipeline:
         self.broadcast_s = broadcast_s
         self.latency_s = latency_s
         self.is_paced = is_paced
-        self.least_s = job.rollouts_per_step / rate
+        self.batch_s = job.rollouts_per_step / rate
         """Seconds that a batch takes if all workers have work."""
         self.tail_s = min(_LARGEST_TAIL, job.completion_spread) * latency_s
-        """Seconds that a batch takes in addition to `least_s`, because its last groups end late."""
-        self.batch_s = _with_spread(job, job.rollouts_per_step / rate)
+        """Seconds that a batch takes in addition to `batch_s`, because its last groups end late."""
+        self.spread_step_s = _with_spread(job, self.batch_s)
+        """Least mean seconds of a step, because the time that a batch takes varies."""
         self.ends = [0.0]
         """For each version, the time at which its training ends. The initial weights, version 0,
         exist at time 0."""
         self.installed = [(0.0, 0)]
         """(time, version) of each installed version, in order of time."""
+        self.has_preempted = False
+        """Whether the newest broadcast has replaced an older version's broadcast before its half,
+        as a receiver does once (weights/offers.py)."""
         self.generated_at = 0.0
         """The time at which the fleet has finished the newest batch."""
         self.begins: list[float] = []
@@ -266,13 +275,25 @@ class _Pipeline:
         self.begins.append(begin)
         self.generated_at = self._spans_of_work(begin, self.batch_s)[-1][1]
         whole_at = max(begin + self.latency_s, self.generated_at + self.tail_s)
-        start = max(self.ends[-1], whole_at)
-        self.ends.append(start + self.job.train_s)
+        end = max(self.ends[-1], whole_at) + self.job.train_s
+        self.ends.append(max(end, self.ends[-1] + self.spread_step_s))
         version = step + 1
         if version % self.job.publish_period == 0:
-            # A link sends versions in order, so a version waits for the one before it.
-            at = max(self.ends[-1], self.installed[-1][0]) + self.broadcast_s
-            self.installed.append((at, version))
+            self._send(version, now=self.ends[-1])
+
+    def _send(self, version: int, *, now: float) -> None:
+        """Compute when a version that is published now will be installed."""
+        done_at, _ = self.installed[-1]
+        begun_at = done_at - self.broadcast_s
+        if begun_at > now:
+            # The version before this one still waits for the link, so this one replaces it.
+            self.installed[-1] = (done_at, version)
+        elif now - begun_at < self.broadcast_s / 2 and not self.has_preempted:
+            self.installed[-1] = (now + self.broadcast_s, version)
+            self.has_preempted = True
+        else:
+            self.installed.append((max(now, done_at) + self.broadcast_s, version))
+            self.has_preempted = False
 
     def _gate(self, step: int) -> float:
         """Return the earliest time at which workers may begin this step's batch.
@@ -312,13 +333,12 @@ class _Pipeline:
         found: dict[int, float] = {}
         free_until = math.inf
         for step in reversed(range(_CYCLES // 2 * self.job.publish_period, len(self.begins))):
-            begin, work_s = self.begins[step], self.batch_s
+            begin, work_s = self.begins[step], max(self.batch_s, self.latency_s)
             if is_just_in_time:
                 ready_at = self.ends[step + 1] - self.job.train_s
                 until = min(ready_at - self.tail_s, free_until)
-                latest = min(self._begin_of_work(until, self.least_s), ready_at - self.latency_s)
-                if latest > begin:
-                    begin, work_s = latest, max(self.least_s, self.latency_s)
+                latest = min(self._begin_of_work(until, self.batch_s), ready_at - self.latency_s)
+                begin = max(begin, latest)
             free_until = begin
             for since, until in self._spans_of_work(begin, work_s):
                 self._note_staleness(found, step, since, until)

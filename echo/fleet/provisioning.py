@@ -122,7 +122,7 @@ def describe_fleet(fleet: RentedFleet, selection: Selection) -> Provisioning:
             job,
             rate=outcome.rate,
             broadcast_s=outcome.broadcast_s,
-            latency_s=outcome.latency_s,
+            latency_s=fleet.mean_latency_s(job, counts),
         ),
         staleness_bounds=staleness_range(
             job,
@@ -233,7 +233,7 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
         job,
         rate=fleet.rate(job, counts),
         broadcast_s=fleet.broadcast_s(job, counts),
-        latency_s=fleet.latency_s(job, counts),
+        latency_s=fleet.mean_latency_s(job, counts),
         largest=fleet.largest_rate(job, counts),
         lost_per_s=lost,
         is_paced=is_paced,

@@ -262,6 +262,15 @@ class RunRates:
     useful_share: float
     """Recorded share of the groups whose rewards were not all equal."""
 
+    @property
+    def mean_group_s(self) -> float:
+        """Mean seconds of a group, over the groups of all workers.
+
+        It includes waits in a worker's queue and on the wire.
+        """
+        rates = [(worker.tokens_per_s, worker.group_s) for worker in self.workers.values()]
+        return sum(rate * group_s for rate, group_s in rates) / sum(rate for rate, _ in rates)
+
 
 def values_of(rows: Sequence[MetricsRow], key: str) -> list[float]:
     """Return the values of a metric, from the rows that have it."""

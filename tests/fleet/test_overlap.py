@@ -77,13 +77,25 @@ def test_a_broadcast_that_ends_with_the_period_is_not_hidden(
     assert auto_publish_period(10.0, broadcast_s, 6) == period
 
 
-def test_a_version_waits_for_the_broadcast_of_the_one_before() -> None:
-    # One takes 25 s and one is published every 10 s: a step needs the version two before it, and
-    # versions come every 25 s.
+def test_of_the_versions_that_wait_for_a_broadcast_the_newest_is_sent() -> None:
+    # A broadcast takes 25 s. Versions 1, 2 and 3 are published at 10, 20 and 30 s. Version 2
+    # replaces the broadcast of version 1, which is not half done, and arrives at 45 s. Until then
+    # three batches can be trained, and version 2 permits batches 3 and 4 of 10 s each. Version 3,
+    # sent at 45 s, is replaced by version 4 at 55 s, which permits two more batches at 80 s.
     job = replace(JOB, publish_period=1, max_staleness=2)
-    prediction = predict(job, rate=1e3, broadcast_s=25.0, latency_s=0.0)
-    assert prediction.step_s == pytest.approx(25.0, rel=0.02)
-    assert prediction.idle_share == pytest.approx(0.6, rel=0.02)
+    prediction = predict(job, rate=1e6, broadcast_s=25.0, latency_s=0.0)
+    assert prediction.step_s == pytest.approx(35 / 2, rel=0.02)
+
+
+def test_the_tokens_of_a_long_group_are_as_old_as_the_versions_that_sample_them() -> None:
+    # S = 1: batches 2 k and 2 k + 1 begin together with the version of the batch before them, and
+    # take 40 s. Steps take 10 s, and a batch begins when the version of the last but one is made.
+    job = replace(JOB, publish_period=1, max_staleness=1)
+    prediction = predict(job, rate=1e6, broadcast_s=0.0, latency_s=40.0)
+    assert prediction.step_s == pytest.approx(25.0)
+    # Batch 2 k is generated for 10 s by version 2 k - 1 and for 30 s by version 2 k, the other one
+    # for 40 s by version 2 k.
+    assert prediction.staleness == pytest.approx({0: 30 / 80, 1: 50 / 80})
 
 
 @pytest.mark.parametrize("bound", [3, 6, 11])
@@ -185,6 +197,17 @@ def test_spread_costs_where_supply_is_tight_and_nothing_where_it_is_ample() -> N
     assert tight.step_s == pytest.approx(10.69, abs=0.01)
     ample = predict(job, rate=12.8, broadcast_s=0.1, latency_s=0.1)
     assert ample.idle_share < 0.005
+    # Workers that pause for 2 of 20 s still have 18 s for two batches of 5 s.
+    pausing = replace(job, has_pausing_workers=True)
+    assert predict(pausing, rate=12.8, broadcast_s=2.0, latency_s=0.1).idle_share < 0.01
+
+
+def test_spread_leaves_the_staleness_of_an_ample_fleet_as_it_is() -> None:
+    # A fleet that is needed whole makes groups as early as the bound allows.
+    for rate_spread in (0.0, 0.1):
+        job = replace(JOB, publish_period=1, max_staleness=3, rate_spread=rate_spread)
+        found = predict(job, rate=7.68, broadcast_s=0.1, latency_s=0.1, largest=1.92)
+        assert found.mean_staleness == pytest.approx(3.0, abs=0.02)
 
 
 def test_without_a_worker_nothing_happens() -> None:

@@ -53,10 +53,7 @@ def run_report(rates: RunRates) -> str:
     """
     job = rates.job
     rate = sum(worker.tokens_per_s for worker in rates.workers.values()) / job.completion_tokens
-    # The recorded time of a group includes waits in the worker's queue and on the wire, so it is
-    # used as the latency.
-    latency_s = max(worker.group_s for worker in rates.workers.values())
-    predicted = predict(job, rate=rate, broadcast_s=rates.broadcast_s, latency_s=latency_s)
+    predicted = predict(job, rate=rate, broadcast_s=rates.broadcast_s, latency_s=rates.mean_group_s)
     needed = required_rate(job, rates.broadcast_s)
     lines = [f"{rates.name}: {rates.num_steps} steps after the run-in"]
     lines += [

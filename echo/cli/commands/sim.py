@@ -256,7 +256,7 @@ def prediction(scenario: Scenario, summary: Summary) -> Prediction:
         job,
         rate=scenario.fleet.rate(job, counts),
         broadcast_s=summary.broadcast_s or scenario.fleet.broadcast_s(job, counts),
-        latency_s=scenario.fleet.latency_s(job, counts),
+        latency_s=scenario.fleet.mean_latency_s(job, counts),
         largest=scenario.fleet.largest_rate(job, counts),
         is_paced=scenario.settings.is_paced,
     )
