@@ -1,8 +1,9 @@
 """The command line of `echo-rl`: parsers, signal handling and output.
 
-A process that runs a command handles Ctrl-C before any slow import. sys.argv[0] identifies such a
-process. Under `python -m`, sys.argv[0] is "-m" while Python locates the module. Under an installed
-script, sys.argv[0] is the script's path.
+In a process that runs a command, the import of this package installs the signal handlers, before
+any slow import. In other programs the import changes no handlers. sys.argv[0] identifies a process
+that runs a command. Under `python -m`, it is "-m" while Python locates the module. Under an
+installed script, it is the script's path, and the script's name begins with "echo-".
 """
 
 import sys

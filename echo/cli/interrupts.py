@@ -1,8 +1,11 @@
 """Handles the signals of Ctrl-C, SIGTERM and a closed terminal in commands.
 
-    while modules are imported, or figures computed   prints one line and exits: nothing to undo
-    within `unwinding`                                prints one line; SystemExit runs `finally`
-    while a node runs (cli/commands/node.py)          the first drains the node, the second stops it
+* If the command has nothing to undo, for example during imports, a signal prints a line and ends
+  the process.
+* Within `unwinding`, the first signal prints a line and raises SystemExit, which runs the `finally`
+  blocks. The second signal ends the process.
+* While a node runs (cli/commands/node.py), the first signal drains the node, and the second signal
+  stops it.
 
 The exit code is always 128 + the signal's number, as in shells. The package imports this module
 first, so that signals are handled during the other imports. Keep this module small.
@@ -133,8 +136,9 @@ def leave_terminal() -> None:
 def end_with_parent() -> None:
     """End this process when the quickstart that started it is gone, as after SIGKILL.
 
-    Nobody else would end it: without its learner a node of a quickstart waits for hours. A process
-    that no quickstart has started is not watched, nor are the processes that this process starts.
+    Otherwise a node of the quickstart would wait for its learner for hours. If no quickstart has
+    started this process, do nothing. The processes that this process starts do not watch for the
+    quickstart.
     """
     started_by = os.environ.pop(STARTED_BY, None)
     if started_by is not None:

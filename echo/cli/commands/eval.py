@@ -166,10 +166,10 @@ def _overrides(arguments: Namespace) -> list[str]:
 
 
 def _as_evaluated(config: Config, arguments: Namespace) -> Config:
-    """Return a copy of the settings that samples as evaluations do.
+    """Return a copy of the configuration with the sampling settings of the run's evaluations.
 
-    The copy has no advertised address. The advertised address would lead workers to the run's own
-    learner.
+    The copy has an advertised address only if --set gives one. The run's own address would lead
+    workers to the run's learner.
     """
     changed: dict[str, Any] = {"sampling": config.evaluation_sampling}
     if not any(text.startswith("learner.advertise=") for text in arguments.set):

@@ -76,10 +76,14 @@ def run_report(rates: RunRates) -> str:
 def calibrate(request: FleetRequest, rates: RunRates) -> FleetRequest:
     """Return a copy of the request in which a run's measured rates replace the estimated rates.
 
-    The learner's time for a step is scaled by the number of tokens of a step. An offer gets the
-    mean rate of its workers. The name of an offer's worker is the offer's name, or starts with the
-    offer's name and a dash ("fra-4090-3"). If several offers' names fit, the longest one counts.
-    Names are compared without case and punctuation, because providers restrict names.
+    If the planned run's steps have more or fewer tokens than the measured run's steps, the
+    learner's measured time for a step is scaled in proportion. The run's length of completions and
+    size of a version replace the request's, too.
+
+    An offer gets the mean rate of its workers. The name of an offer's worker is the offer's name,
+    or starts with the offer's name and a dash ("fra-4090-3"). If a worker's name fits several
+    offers, the worker belongs to the offer with the longest name. Names are compared without case
+    and punctuation, because providers restrict names.
 
     Raises:
         ConfigError: if no worker of the run belongs to an offer.

@@ -267,7 +267,8 @@ def check_addresses(config: Config) -> None:
 def check_place(run_dir: Path, config: Config) -> None:
     """Refuse to resume a run whose configuration places it in another directory.
 
-    Otherwise another run would go on, or the keys of a new run would be written.
+    Without this check, the command would resume a different run in that other directory, or write
+    a new run's keys there.
 
     Raises:
         ConfigError: if the configuration's directory is not `run_dir`.

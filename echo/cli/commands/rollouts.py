@@ -218,7 +218,7 @@ def _parts(group: Group, rollout: Rollout, decode: Decode) -> Iterator[Part]:
 def _ordered(found: list[ShownRollout], arguments: Namespace) -> list[ShownRollout]:
     """Return the rollouts that contain the --grep text.
 
-    If an option asks for the best, the worst or random rollouts, return only those of them.
+    If --best, --worst or --random is given, return only the number of rollouts that it states.
     """
     for name in ("best", "worst", "random"):
         number = getattr(arguments, name)
