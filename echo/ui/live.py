@@ -73,7 +73,8 @@ class PlainLog:
     def lines_for(self, snapshot: RunStatus) -> list[str]:
         """Return the lines to write now.
 
-        First come new notices, then lines on an hour, a step or a wait.
+        The new notices come first. If an hour has passed, a line about it follows. The last line is
+        about a new step or a long wait.
         """
         now = self._now()
         stamp = f"[{clock(snapshot.elapsed_s)}]"

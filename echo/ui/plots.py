@@ -242,10 +242,10 @@ def sweep_plot(
     key: str,
     title: str,
 ) -> Path:
-    """Plot the figures of a sweep to a PNG file. Return the path of the file.
+    """Plot the results of a sweep to a PNG file. Return the path of the file.
 
-    Each figure of the sweep has a panel with a point for each value and seed, and with the means
-    over the seeds.
+    Each quantity in `rows` has a panel. The panel has a point for each value of the swept key and
+    each seed, and shows the mean over the seeds for each value.
 
     Raises:
         ConfigError: if matplotlib is not installed.

@@ -142,7 +142,10 @@ def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
 
 
 def bound_text(snapshot: RunStatus) -> str:
-    """Return the staleness bound as text. If it was lowered, rollouts above it may still come."""
+    """Return the staleness bound of new leases as text.
+
+    After the bound was lowered, rollouts of earlier leases may arrive with a higher staleness.
+    """
     now = "" if snapshot.staleness_bound is None else " now"
     return f"bound{now} {snapshot.bound}"
 
@@ -172,7 +175,10 @@ def staleness_bins(
 
 
 def staleness_histogram(snapshot: RunStatus, width: int, height: int) -> list[RenderableType]:
-    """Return at most `height` rows: the mean staleness of trained tokens, and a histogram of it."""
+    """Return at most `height` rows: the mean staleness of trained tokens, and a histogram.
+
+    The histogram shows the share of the trained tokens that has each staleness.
+    """
     tokens = snapshot.staleness_tokens
     total = sum(tokens.values())
     mean = sum(staleness * count for staleness, count in tokens.items()) / total if total else 0.0
@@ -367,7 +373,7 @@ def notices(lines: Sequence[str], width: int) -> list[list[Text]]:
 
 
 def idle_shares(snapshot: RunStatus) -> str:
-    """Return text that says how long the learner waited, as shares of recent and of all time."""
+    """Return text with the share of time in which the learner waited, recently and in all."""
     return f"{snapshot.recent_idle_ratio:.0%} recently, {snapshot.idle_ratio:.0%} in all"
 
 

@@ -16,7 +16,7 @@ WAIT = "time/wait/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """A period of steps before which the learner or workers waited for the same cause."""
+    """A series of waits of the learner or of workers, with one cause and few steps in between."""
 
     cause: str
     resource: str
@@ -64,8 +64,8 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
 def _step_of(row: MetricsRow) -> int:
     """Return the step before which the explained wait took place.
 
-    The row of a completed step has a reward. The row of an ongoing wait has the number of the
-    previous step.
+    If the row has a reward, it is the row of a completed step, and the wait was before this step.
+    Otherwise the row was written during a wait, and has the number of the last completed step.
     """
     step: int = row["step"]
     return step if "reward/mean" in row else step + 1

@@ -240,8 +240,8 @@ def _marks(record: AnyRecord) -> Iterator[Event]:
 class _Rows:
     """Distributes the spans of a worker over rows, so that no spans of a row overlap.
 
-    Spans are added in the order of their ends. So a row is free if its last span ended before the
-    new span begins.
+    Spans are added in the order of their ends, so the span that was added last to a row ends last.
+    If this span has ended when a new span begins, the row is free for the new span.
     """
 
     def __init__(self) -> None:

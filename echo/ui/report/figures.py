@@ -607,7 +607,7 @@ def _step_times(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
 
 
 def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
-    """If a few bars would make all other bars too small, cut off their tops."""
+    """If a few high bars would make all other bars too small, cut off the tops of the high bars."""
     usual, highest = median(heights), max(heights)
     if highest <= 6 * usual:
         axes.set_ylim(0, 1.05 * highest)
@@ -699,8 +699,8 @@ def _bars(
 ) -> None:
     """Draw a bar for each of the largest values. The largest value is on top.
 
-    Each value is written to the right of its bar. If `ends` is given, it has the positions to the
-    right of which the values are written.
+    Each value is written to the right of its bar. If `ends` is given, each value is written to the
+    right of its position in `ends`.
     """
     names = sorted(values, key=lambda name: values[name])[-MAX_BARS:]
     places, least = range(len(names)), max(values.values()) / 1000

@@ -1,8 +1,8 @@
 """Reads the content of a report from a run's files.
 
 The run may be finished, under way or crashed, even before its first step. The report leaves out
-parts without data. Curves show only the steps of the surviving history. Times, bytes and costs
-include abandoned steps, because they were paid for.
+parts without data. Steps that a resumed learner did not keep are abandoned. Curves do not show
+abandoned steps. Times, bytes and costs include these steps, because they were paid for.
 """
 
 from __future__ import annotations
