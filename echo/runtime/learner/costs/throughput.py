@@ -5,8 +5,9 @@ therefore counts in proportion to the worker's load: the number of its leases, d
 of groups that the worker can sample at the same time. The estimate is the number of sampled tokens
 divided by these loaded seconds.
 
-A worker may report its tokens only once per group. So the time since its last report counts only
-as far as it exceeds the longest time between two earlier reports. Both are loaded seconds.
+A worker may report its tokens only once per group. In the middle of a group, time would count
+without the tokens sampled in it. So the time since the worker's last report counts only as far as
+it exceeds the longest time between two earlier reports. Both are loaded seconds.
 
 The estimate is exact at full load. Below full load the estimate is too low if larger batches make
 the engine faster. When a worker is put on standby, the load of the other workers rises, and their
