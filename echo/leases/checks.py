@@ -56,11 +56,11 @@ def _find_length_fault(rollout: Rollout, num_prompt: int, settings: LeaseSetting
 
 
 def find_partial_fault(
-    members: Sequence[PartialRollout], settings: LeaseSettings, *, step: int
+    members: Sequence[PartialRollout], settings: LeaseSettings, *, lineage: int, step: int
 ) -> str | None:
-    """Return why the members of a group cannot be partial rollouts at this step.
+    """Return why the members of a group cannot be partial rollouts at this step of a lineage.
 
-    Return None if they can.
+    Return None if they can. Earlier lineages may have had further steps.
     """
     if len(members) != settings.group_size:
         return f"{len(members)} members"
@@ -72,7 +72,7 @@ def find_partial_fault(
         fault = _find_token_fault(member, settings.vocab_size)
         if fault is not None:
             return fault
-        if int(member.policy_versions[:, 1].max()) > step:
+        if any(v.lineage >= lineage and v.step > step for v in member.versions):
             return "version_from_the_future"
     return None
 

@@ -285,7 +285,8 @@ class Results:
             self._counters.add("partials/late")
             return []
         members = decode_members(payload[0])
-        fault = find_partial_fault(members, self._settings, step=self._groups.step)
+        lineage = self._groups.lineages[-1].lineage
+        fault = find_partial_fault(members, self._settings, lineage=lineage, step=self._groups.step)
         if fault is not None:
             raise RemoteProtocolError(f"partial rollouts of {node_id}: {fault}")
         num_tokens = sum(member.num_tokens for member in members)

@@ -204,6 +204,23 @@ def test_what_cannot_have_been_sampled_is_refused(
     assert 0 not in learner.scheduler.groups.shipped
 
 
+@pytest.mark.parametrize(("lineage", "is_possible"), [(1, True), (2, False), (3, False)])
+def test_tokens_of_an_abandoned_version_are_no_fault_of_their_worker(
+    hung_world: World, lineage: int, is_possible: bool
+) -> None:
+    """The learner is resumed from before the version that sampled them, so the next worker resets
+    their members."""
+    world = hung_world
+    world.kill("learner")
+    world.learner()
+    world.run_until(lambda: 0 in world.leased("w1"))
+    begin(world, make_partial([(lineage, 7)] * 3, "abort"), partial(5))
+    role = world.node("learner").role
+    assert [each.lineage for each in role.scheduler.groups.lineages] == [1, 2]
+    assert (0 in role.scheduler.groups.shipped) == is_possible
+    assert role.counters["protocol_errors"] == (not is_possible)
+
+
 def test_partials_of_others_groups_are_not_believed(hung_world: World) -> None:
     learner = hung_world.node("learner").role
     learner.receive(
