@@ -175,10 +175,9 @@ class ControlLink:
         return self.received_at + self.joining.dead_after_s
 
     def deadline(self, *, is_leaving: bool) -> float:
-        """For a node that is not admitted, return when `expire` must be called next.
+        """Return when `expire` must be called next. The node is not admitted.
 
-        The result is the time of the next attempt, or the time to give up if that is earlier. A
-        leaving node does not give up.
+        At this time the node makes its next attempt, or gives up. A leaving node does not give up.
         """
         return min(self.joining.retry_at, math.inf if is_leaving else self._give_up_at)
 
@@ -223,7 +222,8 @@ class ControlLink:
     def _warn(self, remaining_s: float, now: float) -> list[Action]:
         """If the learner has been unreachable for WARN_AFTER_S, return a warning.
 
-        Each state of the admission causes at most one warning per minute.
+        Each state of the admission causes at most one warning per minute. The warning says that the
+        node gives up after `remaining_s` more seconds.
         """
         state = self.joining.state
         if state is NodeState.DIALLING and self._connection is not None:

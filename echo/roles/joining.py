@@ -940,8 +940,9 @@ class Admission:
     def is_genuine(self, envelope: Envelope, message: Message, payload: Sequence[Frame]) -> bool:
         """Return whether a message is genuine and not an old message that was sent again.
 
-        A genuine message comes from the process that holds the name of the message's source. If a
-        message was sealed in another channel, it is usually outdated, and the result is False.
+        A genuine message comes from the process that holds the name of the message's source. If the
+        message was sealed in an earlier channel, the result is False. Such a message may be honest
+        and late.
 
         Raises:
             ForgedError: if the message was forged, changed or replayed on the way.

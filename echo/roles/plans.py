@@ -130,7 +130,7 @@ class Plans:
         return self._probe(member, now)
 
     def repeat(self, member: Member) -> list[Action]:
-        """If a node's reported parent differs from its plan, send the plan again.
+        """If a node's reported parent is not the first parent in its plan, send the plan again.
 
         The plan may have been lost.
         """

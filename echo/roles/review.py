@@ -31,7 +31,7 @@ class SamplesTrained:
 
 
 class WorkerReview:
-    """Decides which workers are set aside, and for how long each one is."""
+    """Decides which workers are set aside, and when they are admitted again."""
 
     def __init__(
         self,

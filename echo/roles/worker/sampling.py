@@ -54,7 +54,7 @@ from echo.wire.messages import BAD_LOGPROBS, ENGINE_ERROR, Lease
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
-    """A call of the engine: the groups that it samples, and how far it is.
+    """A call of the engine, with the groups that the call samples and the call's progress.
 
     Only the sampler's thread writes `seen_tokens` and `seen_signs`. The event loop's thread writes
     all other fields. In `credit`, this thread reads the two counts.
@@ -90,13 +90,13 @@ class EngineCall:
         self.on_progress(number)
 
     def on_progress(self, number: int) -> None:
-        """Count `number` signs of life for each group. The sampler's thread calls this method."""
+        """Count `number` signs of life of the call. The sampler's thread calls this method."""
         self.seen_signs += number
 
     def credit(self) -> None:
-        """Add to every group the signs of life that occurred since the last `credit`.
+        """Count the call's signs of life since the last `credit` as progress of each of its groups.
 
-        The worker calls this method before each heartbeat.
+        The worker calls this method before each heartbeat, which reports the groups' progress.
         """
         num_signs, self.num_tokens = self.seen_signs, self.seen_tokens
         for group in self.groups:

@@ -387,9 +387,9 @@ class Worker(DialingRole):
         return [*actions, *self._send_due(now), *self._leave_when_done(now)]
 
     def _decided(self, decisions: Iterable[Decision], now: float) -> list[Action]:
-        """Carry out what `EngineCalls` has decided. Return the actions that this needs.
+        """Carry out what `EngineCalls` has decided. Return the resulting actions.
 
-        If a decision is an action, return the decision unchanged.
+        A decision that is an action itself is returned unchanged.
         """
         actions: list[Action] = []
         for decision in decisions:
