@@ -1,6 +1,7 @@
 """Checks rules that compare the values of several keys. Each rule states its reason.
 
-If a value is invalid on its own, load.py drops the problems of all rules that read the value.
+A value that is invalid on its own is replaced by its default before the rules read it. So load.py
+drops the problems of all rules that read such a value.
 """
 
 from __future__ import annotations

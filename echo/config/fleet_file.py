@@ -145,7 +145,7 @@ def _read_override(kind: type[FleetFile], text: str, source: str, below: Setting
 def _find_row(table: str, name: str, settings: Settings) -> tuple[list[str], str]:
     """Return the numbers of the rows with this name, and the text of an error.
 
-    The error applies if no row or several rows have this name.
+    If exactly one row has this name, the caller ignores the text.
     """
     calls = [
         (path[1], str(setting.value))

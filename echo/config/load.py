@@ -269,7 +269,7 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return `user` without saved defaults that belong to kinds no longer chosen."""
+    """Return the user's settings without the saved defaults of kinds that are no longer chosen."""
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)
