@@ -229,7 +229,7 @@ def find_write_fault(directory: Path, *, is_made: bool = True) -> str:
 
 
 def _check_files(config: Config, role: Role) -> None:
-    """Check from the files on this machine that a learner or worker can use its model.
+    """Check whether a learner or worker can use its model. Download at most config.json.
 
     Raises:
         EchoError: the error that starting the node would raise.

@@ -101,7 +101,7 @@ def _none_found(
 
 
 def describe_removed(stored: Sequence[StoredGroup]) -> str:
-    """Return text that says how many groups had their files removed; "" if no group had."""
+    """Return text that says how many groups' files were removed; "" if no file was removed."""
     removals = [each.removed for each in stored if each.removed is not None]
     if not removals:
         return ""

@@ -250,7 +250,7 @@ def _events_text(summary: Summary) -> list[str]:
 
 
 def prediction(scenario: Scenario, summary: Summary) -> Prediction:
-    """Return what the overlap model predicts if a broadcast takes the measured time."""
+    """Return the overlap model's prediction for broadcasts as long as the simulated ones."""
     job, counts = scenario.job, scenario.counts
     return predict(
         job,
