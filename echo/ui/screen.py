@@ -157,8 +157,8 @@ def staleness_bins(
 
     Returns:
         For each bin from staleness 0 to max_staleness: (label, number of tokens, whether the bin
-        contains `bound`, which is max_staleness by default). If there are tokens above
-        max_staleness, which the learner should prevent, the last bin has these.
+        contains `bound`, which is max_staleness by default). The learner should prevent tokens
+        above max_staleness. If such tokens exist, an additional last bin contains them.
     """
     marked = max_staleness if bound is None else bound
     beyond = sum(count for staleness, count in tokens.items() if staleness > max_staleness)
@@ -308,7 +308,7 @@ def node_table(nodes: Sequence[NodeStatus], width: int, height: int) -> list[Tex
     """Return a table: a heading, a row for each node, and a row that counts the hidden nodes.
 
     The table has at most `height` rows. If columns do not fit, the least important columns are left
-    out. If nodes do not fit, nodes with problems, learners and relays come first.
+    out. If nodes do not fit, workers without problems are hidden first.
     """
     if not nodes or height < min(len(nodes) + 1, 3):
         return []
@@ -558,8 +558,8 @@ def render_live(
 def _newest_whole(notices: list[list[Text]], num_rows: int) -> list[Text]:
     """Return the rows of the newest notices.
 
-    Only notices that fit completely into `num_rows` count. The newest notice is always included. If
-    it does not fit, it is cut.
+    Notices are included, from the newest to older ones, as long as they fit completely into
+    `num_rows`. If even the newest notice does not fit, it is cut.
     """
     rows: list[Text] = []
     for notice in reversed(notices):

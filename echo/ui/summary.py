@@ -42,7 +42,8 @@ def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple
 
     Args:
         train: rows of metrics of optimizer steps, in order.
-        num_last: number of last steps that count as "in the end".
+        num_last: number of last steps that describe the end of the run. Some facts are computed
+            over these steps alone.
     """
     last = train[-num_last:]
     facts = [
