@@ -369,6 +369,22 @@ def test_bytes_are_counted_by_link_from_one_step_to_the_next() -> None:
     assert resumed.row(members(received=130))["links/bytes"] == {"relay > w1": 30.0}
 
 
+def test_a_run_that_is_resumed_before_its_first_checkpoint_counts_only_new_bytes(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(checkpoint={"interval_steps": 100})
+    world.learner()
+    world.worker("w1")
+    world.run_until(lambda: world.step == 3)
+    world.kill("learner")
+    before, num_rows = world.bytes_received("w1"), len(world.rows)
+    world.learner()
+    world.run_until(lambda: len(world.rows) > num_rows)
+    [row] = world.rows[num_rows:]
+    assert row["lineage"] == 2
+    assert sum(row.get("links/bytes", {}).values()) <= world.bytes_received("w1") - before
+
+
 def test_a_table_of_many_names_adds_up() -> None:
     table = largest({f"n{number:03}": 1.0 + (number == 70) for number in range(100)})
     assert len(table) == 65
