@@ -65,7 +65,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "clip_ratio/dual": "Share that the dual clip bounded.",
         "gepo/gated": "Share of tokens for which GEPO used the learner's own probability.",
         "dropped/*": "Share of tokens that a correction left out, by reason: `veto`, "
-        "`geometric`, `opsm`, `importance`, `m2`, `tv`, `lost_member`.",
+        "`geometric`, `opsm`, `importance`, `m2`, `tv`, `lost_member`, `no_likely`.",
         "workers/*": "Of each worker, over its newest 50 trained groups, a table by name: "
         "`logprob_difference`, the mean of the learner's log-probability less the stated, nats; "
         "`mismatch_kl` and `ess` as above; `surprise`, by how many nats per token its samples are "

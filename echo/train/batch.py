@@ -135,7 +135,9 @@ def prepare_batch(
     metrics = GroupStats.of(groups).metrics()
     metrics |= _support_metrics(groups)
     if needs.group_expectation:
-        metrics["dropped/lost_member"] = _lost_share(groups, reasons)
+        metrics["dropped/lost_member"] = _dropped_share(groups, reasons, "lost_member")
+    if needs.likely_ids:
+        metrics["dropped/no_likely"] = _dropped_share(groups, reasons, "no_likely")
     num_trained = [sample.num_trained for sample in samples]
     return StepBatch(
         samples=_with_gradient(samples, needs),
@@ -366,9 +368,9 @@ def _with_gradient(samples: Sequence[TrainingRow], needs: LossNeeds) -> list[Tra
     return [sample for sample in samples if sample.group_index in indices]
 
 
-def _lost_share(groups: Sequence[Group], reasons: Sequence[str | None]) -> float:
+def _dropped_share(groups: Sequence[Group], reasons: Sequence[str | None], dropped: str) -> float:
     sizes = [
         sum(int(rollout.completion_mask.sum()) for rollout in group.rollouts) for group in groups
     ]
-    lost = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason == "lost_member")
+    lost = sum(size for size, reason in zip(sizes, reasons, strict=True) if reason == dropped)
     return lost / max(1, sum(sizes))

@@ -152,6 +152,7 @@ def test_groups_without_the_ids_are_left_out_only_where_the_loss_needs_them() ->
         vocab_size=VOCAB,
     )
     assert {row.group_index for row in batch.samples} == {0}
+    assert batch.metrics["dropped/no_likely"] == 0.5
 
 
 def test_ids_that_are_no_distribution_are_refused() -> None:
