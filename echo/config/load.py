@@ -61,7 +61,7 @@ from echo.config.schema import (
 )
 from echo.core.errors import ConfigError, nearest
 from echo.core.paths import local_path
-from echo.core.units import format_bytes, without_keys
+from echo.core.units import counted, format_bytes, without_keys
 
 # --- keys -----------------------------------------------------------------------------------------
 
@@ -491,8 +491,9 @@ def _describe_start(config: Config, role: Role) -> str:
         else:
             cadence = str(period)
         return (
-            f"a learner of {config.model.name} on {config.learner.listen}, {config.run.max_steps} "
-            f"steps of {rollouts} rollouts ({batch.groups_per_step} groups x {batch.group_size}) "
+            f"a learner of {config.model.name} on {config.learner.listen}, "
+            f"{counted(config.run.max_steps, 'step')} of {counted(rollouts, 'rollout')} "
+            f"({counted(batch.groups_per_step, 'group')} x {batch.group_size}) "
             f'of task "{config.task.kind}", staleness at most {config.sync.max_staleness}, '
             f"publish period {cadence}, into {config.run_dir}"
         )

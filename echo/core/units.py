@@ -117,6 +117,11 @@ def format_bytes(num_bytes: float) -> str:
     return _format(num_bytes, [(unit, 1024.0**i) for i, unit in enumerate(_BINARY_UNITS)])
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun, whose plural ends in s: "1 group", "2 groups"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _is_amount(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
 

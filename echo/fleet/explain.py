@@ -32,7 +32,7 @@ from enum import StrEnum
 from statistics import median
 from typing import TypeVar
 
-from echo.core.units import format_bytes, format_duration
+from echo.core.units import counted, format_bytes, format_duration
 
 MAX_WORKERS_LISTED = 8
 """Largest number of workers that the text on the learner's wait lists."""
@@ -384,11 +384,13 @@ def describe_wait(fleet: ObservedFleet) -> str:
         held = sorted(workers, key=lambda worker: -worker.num_leases)
         parts = [_missing(fleet), *map(_describe, held[:MAX_WORKERS_LISTED])]
         if others := held[MAX_WORKERS_LISTED:]:
-            parts.append(f"{len(others)} others have {sum(each.num_leases for each in others)}")
+            have = f"{_others(len(others))} {_verb(others, 'has', 'have')}"
+            parts.append(f"{have} {sum(each.num_leases for each in others)}")
     else:
-        parts = [f"{fleet.num_missing} groups", _without_workers(fleet)]
+        parts = [counted(fleet.num_missing, "group"), _without_workers(fleet)]
     if fleet.num_useless >= fleet.groups_per_step:
-        useless = f"nothing could be learned from the last {fleet.num_useless} groups"
+        groups = counted(fleet.num_useless, "group")
+        useless = f"nothing could be learned from the last {groups}"
         parts.append(f"{useless} ({fleet.useless})")
     return "; ".join(parts)
 
@@ -402,7 +404,7 @@ def _without_workers(fleet: ObservedFleet) -> str:
 
 
 def _missing(fleet: ObservedFleet) -> str:
-    return f"{max(1, fleet.num_missing)} of {fleet.groups_per_step} groups"
+    return f"{max(1, fleet.num_missing)} of {counted(fleet.groups_per_step, 'group')}"
 
 
 def _describe(worker: ObservedNode) -> str:
@@ -412,14 +414,14 @@ def _describe(worker: ObservedNode) -> str:
 
 
 def _fetch(node: ObservedNode) -> str:
-    text = f"{node.num_chunks_held}/{node.num_chunks} chunks from {node.parent}"
+    text = f"{node.num_chunks_held}/{counted(node.num_chunks, 'chunk')} from {node.parent}"
     if node.bytes_per_s is not None:
         text += f" at {format_bytes(node.bytes_per_s)}/s"
     return f"{node.fetching} ({text})"
 
 
 def _held(node: ObservedNode) -> str:
-    return f"{node.num_chunks_held} chunks" if node.is_fetching else "all"
+    return counted(node.num_chunks_held, "chunk") if node.is_fetching else "all"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -430,7 +432,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _others(number: int) -> str:
-    return "1 other" if number == 1 else f"{number} others"
+    return counted(number, "other")
 
 
 def _verb(names: Sequence[object], singular: str, plural: str) -> str:
@@ -629,7 +631,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
         return Explanation(
             "useless_groups", "task", "batch.group_size",
             f"{_missing(fleet)}: nothing could be learned from {num_useless} of the last "
-            f"{num_delivered} groups ({reasons})",
+            f"{counted(num_delivered, 'group')} ({reasons})",
             "choose prompts of middle difficulty, or raise batch.group_size"
             if "zero_variance" in tally.useless
             else "docs/troubleshooting.md says what each reason means",
@@ -717,8 +719,8 @@ def _few_places(
     Otherwise return None.
     """
     worker = min(samplers, key=lambda each: each.num_places)
-    num = worker.num_places * fleet.group_size
-    text = f"{chain} all the time, and {worker.name}'s engine samples only {num} rollouts at once"
+    places = counted(worker.num_places * fleet.group_size, "rollout")
+    text = f"{chain} all the time, and {worker.name}'s engine samples only {places} at once"
     if worker.num_fit >= 2 * worker.num_places:
         fits = worker.num_fit * fleet.group_size
         return Explanation(

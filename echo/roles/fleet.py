@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from echo.core.monitoring.status import LinkStatus, NodeStatus, VersionStatus
 from echo.core.rollout import PolicyVersion
+from echo.core.units import counted
 from echo.fleet.explain import ObservedFleet, ObservedNode
 from echo.leases.scheduler import Scheduler
 from echo.roles.members import Member, Roster
@@ -138,14 +139,12 @@ class FleetView:
         """Return a log line about the nodes that are dropped because they are silent."""
         names = [member.node_id for member in silent]
         if len(names) > MAX_NAMES_LISTED:
-            names[MAX_NAMES_LISTED:] = [f"{len(names) - MAX_NAMES_LISTED} others"]
+            names[MAX_NAMES_LISTED:] = [counted(len(names) - MAX_NAMES_LISTED, "other")]
         silent_s = min(now - member.last_seen_at for member in silent)
         num_groups = sum(self._leases.num_leases(member.node_id) for member in silent)
         verb = "is" if len(silent) == 1 else "are"
-        return (
-            f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {num_groups} groups are "
-            "granted again"
-        )
+        granted = f"{counted(num_groups, 'group')} {'is' if num_groups == 1 else 'are'} granted"
+        return f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {granted} again"
 
 
 def held_share(member: Member) -> float:

@@ -20,7 +20,7 @@ from rich.live import Live
 
 from echo.core.monitoring.metrics import held_out
 from echo.core.monitoring.status import RunStatus
-from echo.core.units import format_duration
+from echo.core.units import counted, format_duration
 from echo.ui.drawing import InAscii, clean, clock, short_count
 from echo.ui.screen import bound_text, idle_shares, render_live
 
@@ -133,7 +133,7 @@ class PlainLog:
         num_lost = sum(node.state.startswith("lost") for node in workers)
         lost = f" ({num_lost} lost)" if num_lost else ""
         num_alive = len(workers) - num_lost
-        parts.append(f"{num_alive} worker{'' if num_alive == 1 else 's'}{lost}")
+        parts.append(f"{counted(num_alive, 'worker')}{lost}")
         parts.append(f"idle {idle_shares(snapshot)}")
         if (cost := snapshot.cost) is not None:
             standby = f", {cost.num_standby} on standby" if cost.num_standby else ""
@@ -162,7 +162,7 @@ class PlainLog:
         num_hidden = len(new) - _MAX_NOTICES_PER_UPDATE
         if num_hidden <= 0:
             return new
-        return [f"({num_hidden} earlier notices not shown)", *new[num_hidden:]]
+        return [f"({counted(num_hidden, 'earlier notice')} not shown)", *new[num_hidden:]]
 
     def _write(self, lines: Sequence[str]) -> None:
         """Write each line without wrapping it.
@@ -181,7 +181,7 @@ def describe_progress(before: RunStatus, after: RunStatus) -> str:
     """Return a line that describes the steps, tokens, rewards and costs between two statuses."""
     num_steps = after.step - before.step
     num_tokens = sum(after.staleness_tokens.values()) - sum(before.staleness_tokens.values())
-    parts = [f"{num_steps} steps", f"{short_count(num_tokens)} tokens trained"]
+    parts = [counted(num_steps, "step"), f"{short_count(num_tokens)} tokens trained"]
     for label, first, last in (
         ("reward", before.reward_history, after.reward_history),
         (held_out(after.evals_are_rates), before.eval_history, after.eval_history),

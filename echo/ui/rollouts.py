@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from echo.core.rollout import PolicyVersion
-from echo.core.units import one_line
+from echo.core.units import counted, one_line
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """Styles of the parts of a completion. Each version gets the next style. If there is only one
@@ -125,7 +125,7 @@ def _indented(text: str, width: int) -> str:
 def _versions(parts: Sequence[Part]) -> Iterator[str]:
     for version in dict.fromkeys(part.version for part in parts if part.is_sampled):
         number = sum(p.num_tokens for p in parts if p.is_sampled and p.version == version)
-        yield f"{version} {number} tokens"
+        yield f"{version} {counted(number, 'token')}"
 
 
 def _span(bounds: tuple[int, int]) -> str:

@@ -31,7 +31,7 @@ from echo.core.monitoring.status import (
     SpeedStatus,
     VersionStatus,
 )
-from echo.core.units import format_bytes, format_duration
+from echo.core.units import counted, format_bytes, format_duration
 from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_count, value_range
 
 _MIN_SIDE_BY_SIDE = 56
@@ -94,7 +94,7 @@ def reward_chart(snapshot: RunStatus, width: int, height: int) -> list[Text]:
         step, sampled, greedy = snapshot.eval_history[-1]
         num_errors = snapshot.eval_errors.get(step, 0)
         if num_errors:
-            title.append(f"   {num_errors} rewards failed", "bold red")
+            title.append(f"   {counted(num_errors, 'reward')} failed", "bold red")
         parts = (
             (f"   {held_out(snapshot.evals_are_rates)}", "bold"),
             (f" {sampled_glyph} {sampled:.2f}", "green"),

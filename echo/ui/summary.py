@@ -22,7 +22,7 @@ from rich.text import Text
 from echo.core.errors import DataError
 from echo.core.extras import command
 from echo.core.monitoring.metrics import held_out
-from echo.core.units import format_bytes
+from echo.core.units import counted, format_bytes
 from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
 from echo.ui.drawing import clock, short_count, to_ascii
@@ -69,8 +69,8 @@ def _groups(last: Sequence[MetricsRow]) -> str:
     if useful is None or right is None or wrong is None:
         return ""
     return (
-        f"{useful:.0%} in the last {len(last)} steps (rewards all equal: {right:.0%} above 0, "
-        f"{wrong:.0%} at 0 or less)"
+        f"{useful:.0%} in the last {counted(len(last), 'step')} (rewards all equal: {right:.0%} "
+        f"above 0, {wrong:.0%} at 0 or less)"
     )
 
 
@@ -82,7 +82,7 @@ def _off_policy(last: Sequence[MetricsRow]) -> str:
         for label, value in values.items()
         if value is not None
     ]
-    return ", ".join(parts) + f" in the last {len(last)} steps" if parts else ""
+    return ", ".join(parts) + f" in the last {counted(len(last), 'step')}" if parts else ""
 
 
 def _mismatch(train: Sequence[MetricsRow]) -> str:
@@ -103,7 +103,7 @@ def _mismatch(train: Sequence[MetricsRow]) -> str:
         for cause in CAUSES
     }
     text = ", ".join(f"{share:.0%} {cause}" for cause, share in shares.items())
-    text += f" (variance {total / len(shared):.3g} nats^2, {len(measured)} measurements)"
+    text += f" (variance {total / len(shared):.3g} nats^2, {counted(len(measured), 'measurement')})"
     return f"{text}; {gone}" if gone else text
 
 
@@ -129,7 +129,8 @@ def _continued(row: MetricsRow) -> str:
         return ""
     shipped = row.get("count/partials/handed_over", 0)
     return (
-        f"{resumed:.0f} times a group was continued, {age:.1f} steps old on average; "
+        f"{counted(round(resumed), 'time')} a group was continued, {age:.1f} steps old on "
+        "average; "
         f"{wasted:.1%} of the tokens not trained on; {shipped:.0f} handed over"
     )
 
@@ -337,7 +338,7 @@ def _before_and_after(summary: RunSummary) -> Table:
         _add_change(table, f"{name}, sampled", before.sampled, after.sampled, note)
         _add_change(table, f"{name}, greedy", before.greedy, after.greedy, note)
     if summary.reward_before is not None and summary.reward_after is not None:
-        note = f"{summary.num_reward_steps} steps each"
+        note = f"{counted(summary.num_reward_steps, 'step')} each"
         _add_change(table, "reward of the steps", summary.reward_before, summary.reward_after, note)
     return table
 
@@ -357,8 +358,8 @@ def _staleness_rows(summary: RunSummary) -> list[RenderableType]:
         (" (from the ledger)", "dim"),
     )
     bins = staleness_bins(tokens, summary.max_staleness, _MAX_BINS)
-    counted = [(label, count, f"{count} tokens") for label, count, _ in bins]
-    return [title, staleness_bars(counted, _BARS_WIDTH)]
+    bars = [(label, count, counted(count, "token")) for label, count, _ in bins]
+    return [title, staleness_bars(bars, _BARS_WIDTH)]
 
 
 def _facts(summary: RunSummary) -> Table:

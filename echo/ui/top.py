@@ -17,6 +17,7 @@ from rich.console import Group
 from rich.text import Text
 
 from echo.core.monitoring.status import NodeStatus, RunStatus
+from echo.core.units import counted
 from echo.ui.drawing import clean, fit
 from echo.ui.screen import node_order, node_rows, render_live
 from echo.wire.messages import Act, Operation
@@ -205,12 +206,13 @@ class TopScreen:
         if node is None or node.role == "learner":
             self._said = "select a worker or relay first, with the arrow keys"
         elif key == "d":
-            text = f"drain {name}? it finishes its {node.num_leases} leases and leaves"
+            leases = counted(node.num_leases, "lease")
+            text = f"drain {name}? it finishes its {leases} and leaves"
             self._pending = Confirmation(text, "drain", node.node_id)
         elif node.hold:
             self._pending = Confirmation(f"give {name} leases again?", "resume", node.node_id)
         else:
-            text = f"put {name} on standby after its {node.num_leases} leases?"
+            text = f"put {name} on standby after its {counted(node.num_leases, 'lease')}?"
             self._pending = Confirmation(text, "standby", node.node_id)
 
     # --- drawing ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections import deque
 from typing import TextIO
 
 from echo.core.monitoring.metrics import WorkerView
+from echo.core.units import counted
 
 LOG_S = 60.0
 """Seconds between two status lines in the log."""
@@ -89,8 +90,5 @@ class WorkerStatus:
             self._sampled.popleft()
         (since, before), (_, newest) = self._sampled[0], self._sampled[-1]
         rate = (newest - before) / (now - since) if now > since else 0.0
-        groups = "group" if view.num_groups == 1 else "groups"
-        return (
-            f"{view.version}  {rate:,.0f} tokens/s  {view.num_groups} {groups} delivered  "
-            f"{view.activity}"
-        )
+        groups = counted(view.num_groups, "group")
+        return f"{view.version}  {rate:,.0f} tokens/s  {groups} delivered  {view.activity}"

@@ -14,6 +14,7 @@ from echo.cli.commands.doctor import main
 from echo.engine.engine import Sampling
 from echo.engine.model import build_model, save_tiny_model
 from echo.records import files
+from echo.runtime.doctor.machine import Finding
 from echo.runtime.worker import setup
 
 
@@ -38,6 +39,15 @@ def test_the_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"Python", "packages", "GPU", "open files", "ledger"} <= found.keys()
     assert main([]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len(found)} checks: 0 failed")
+
+
+def test_one_warning_is_not_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = Finding("warning", "clock", "it is late")
+    monkeypatch.setattr("echo.cli.commands.doctor.examine", lambda arguments: [finding])
+    main([])
+    assert capsys.readouterr().out.splitlines()[-1] == "1 check: 0 failed, 1 warning"
 
 
 def test_a_configuration_that_would_not_start(

@@ -274,10 +274,10 @@ def test_removed_rollouts_are_counted_with_the_cause(
     assert [json.loads(line)["group"] for line in out.splitlines()] == [2, 2]
     assert err == f"the rollouts of 2 of 3 groups {why}\n"
     assert main([str(run), "--step", "6"]) == 3
-    assert f"the rollouts of 1 of 1 groups {why}" in capsys.readouterr().err
+    assert f"the rollouts of 1 of 1 group {why}" in capsys.readouterr().err
     (run / "config.json").write_text("{}")
     told = read_run(run).decisions[-1].what
-    assert told.startswith("removed 1 files and checkpoints, ")
+    assert told.startswith("removed files and checkpoints (1), ")
     assert told.endswith(" in all: 0 B of rollouts that no resume needs are kept")
 
 
@@ -291,7 +291,7 @@ def test_deleted_and_damaged_files_are_told_apart(
     assert "the BLAKE3 hash" in capsys.readouterr().err
     file.unlink()
     assert main([str(run)]) == 3
-    assert "others have deleted the files of these 2 groups" in capsys.readouterr().err
+    assert "others have deleted the files of 2 such groups" in capsys.readouterr().err
 
 
 def test_a_run_without_groups_and_one_without_a_tokenizer(

@@ -240,4 +240,4 @@ def test_a_run_without_an_end_says_so(
     scenario.write_text(SMALL + '[[faults]]\nat_s = 20\nkind = "preempt"\ntarget = "*"\n')
     # It is given up after an hour of simulated time.
     assert main([str(scenario), "--out", str(tmp_path / "out")]) == 1
-    assert "NOT FINISHED: 6 steps were asked for" in capsys.readouterr().out
+    assert "NOT FINISHED: the scenario asks for 6 steps" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from echo.core.units import (
     MAX_DURATION_S,
     MAX_SIZE_BYTES,
     SIZE_UNITS,
+    counted,
     format_bytes,
     format_duration,
     one_line,
@@ -107,6 +108,7 @@ def test_people_read_these() -> None:
     assert format_duration(59.999) == "1min"
     assert format_duration(1e-7) == "0.1us"
     assert format_bytes(2.1 * 2**20) == "2.1 MiB"
+    assert [counted(number, "group") for number in range(3)] == ["0 groups", "1 group", "2 groups"]
 
 
 def test_a_text_of_somebody_else_stays_on_its_line() -> None:

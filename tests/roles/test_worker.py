@@ -772,7 +772,7 @@ def test_a_worker_that_leaves_hands_over_what_is_unfinished_and_waits_for_the_re
     again = make_role()
     [note] = again.handle(PartialsFound(save.data), now=0.0)
     assert isinstance(note, Note)
-    assert note.text == "found 1 unfinished groups of 4 tokens"
+    assert note.text == "found 1 unfinished group of 4 tokens"
     assert (1, 0) in again.held
 
 
@@ -794,7 +794,7 @@ def test_a_worker_whose_engine_hangs_leaves_without_it() -> None:
     assert paper.take(Drained)
     [note] = make_role().handle(PartialsFound(save.data), now=0.0)
     assert isinstance(note, Note)
-    assert note.text == "found 1 unfinished groups of 1 tokens"
+    assert note.text == "found 1 unfinished group of 1 token"
 
 
 def test_a_damaged_file_is_dropped_and_a_full_disk_survived() -> None:

@@ -113,7 +113,7 @@ def test_a_useful_group_ends_a_zero_signal_stretch() -> None:
     assert progress.zero_signal.num_groups == 0
     progress.left_out(rewarded(3, 1, 1), "zero_variance", now=1.0)
     assert progress.describe_zero_signal(3) == (
-        "nothing could be learned from the last 1 groups (1 zero_variance): the run ends at step "
+        "nothing could be learned from the last 1 group (1 zero_variance): the run ends at step "
         "3; every reward was 1: the task is solved"
     )
 

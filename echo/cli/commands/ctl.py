@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from echo.cli.output import run_command
 from echo.cli.parsers import ctl_parser
 from echo.core.errors import ConfigError
+from echo.core.units import counted
 from echo.runtime.access import find_run
 from echo.runtime.viewer import send_command
 
@@ -29,9 +30,8 @@ def _run(arguments: Namespace, console: Console) -> int:
     *words, run = arguments.words
     least, most = NUM_WORDS[arguments.act]
     if not least <= len(words) <= most:
-        raise ConfigError(
-            f"{arguments.act} with {len(words)} words before the run; see echo-rl ctl --help"
-        )
+        given = f"{arguments.act} with {counted(len(words), 'word')} before the run"
+        raise ConfigError(f"{given}; see echo-rl ctl --help")
     target = find_run(run)
     if not target.accesses:
         raise ConfigError(

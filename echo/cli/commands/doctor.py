@@ -27,7 +27,7 @@ from echo.config.load import apply_inherited, check_inherited, has_own_model
 from echo.config.schema import Config
 from echo.core.errors import ConfigError, EchoError
 from echo.core.extras import find_lock
-from echo.core.units import format_duration, one_line, without_secrets
+from echo.core.units import counted, format_duration, one_line, without_secrets
 from echo.net.kernel import raise_descriptor_limit, read_kernel
 from echo.net.transport import is_loopback, parse_address
 from echo.roles.joining import digest_mismatch
@@ -71,7 +71,8 @@ def _run(arguments: Namespace, console: Console) -> int:
     num_failed = sum(finding.level == "failed" for finding in findings)
     num_warnings = sum(finding.level == "warning" for finding in findings)
     if not arguments.json:
-        console.print(f"{len(findings)} checks: {num_failed} failed, {num_warnings} warnings")
+        warnings = counted(num_warnings, "warning")
+        console.print(f"{counted(len(findings), 'check')}: {num_failed} failed, {warnings}")
     return FAILED if num_failed else 0
 
 

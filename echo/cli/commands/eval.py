@@ -32,6 +32,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.monitoring.scores import Estimate
 from echo.core.paths import local_path
 from echo.core.rollout import PolicyVersion
+from echo.core.units import counted
 from echo.engine.model import (
     build_shapes,
     load_directory,
@@ -244,10 +245,11 @@ def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
     rows.append(("greedy", str(result.greedy_scores.mean)))
     rows += [(f"reward/{name}", f"{mean:.3f}") for name, mean in result.part_means.items()]
     width = max(len(name) for name, _ in rows)
+    prompts = counted(len(scores.by_prompt), "held-out prompt")
+    answers = counted(scores.num_samples, "sampled answer")
     lines = [
-        f"{target.name}: {_task_name(config)}, {len(scores.by_prompt)} held-out prompts, "
-        f"{scores.num_samples} sampled {'answer' if scores.num_samples == 1 else 'answers'} to "
-        f"each (temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
+        f"{target.name}: {_task_name(config)}, {prompts}, {answers} to each "
+        f"(temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
         f"{sampling.max_completion_tokens} tokens), and a greedy one",
         *(f"  {name:<{width}}  {value}" for name, value in rows),
         "  [95 % confidence intervals, over prompts]",

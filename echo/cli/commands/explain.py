@@ -14,7 +14,7 @@ import msgspec
 
 from echo.cli.output import print_texts, run_command
 from echo.cli.parsers import explain_parser
-from echo.core.units import format_duration
+from echo.core.units import counted, format_duration
 from echo.records.run_files import read_metrics
 from echo.ui.stalls import Stall, describe_waits, stalls_of
 
@@ -34,7 +34,8 @@ def _run(arguments: Namespace, console: Console) -> int:
         print_texts(msgspec.json.encode(each).decode() for each in stalls)
         return 0
     waits = describe_waits(history.train)
-    console.print(f"{len(history.train)} steps: {waits}" if waits else "no optimizer step yet")
+    steps = counted(len(history.train), "step")
+    console.print(f"{steps}: {waits}" if waits else "no optimizer step yet")
     if not stalls:
         console.print("no wait was longer than usual")
     for each in stalls:

@@ -59,7 +59,7 @@ from echo.core.extras import command, find_config
 from echo.core.monitoring.metrics import LearningCurve
 from echo.core.monitoring.status import RunStatus
 from echo.core.paths import local_path
-from echo.core.units import format_duration
+from echo.core.units import counted, format_duration
 from echo.engine import allocator, hub
 from echo.net.kernel import raise_descriptor_limit
 from echo.net.listener import bound_socket
@@ -611,8 +611,9 @@ def report_finished(config: Config) -> bool:
     if step is None or step < max_steps:
         return False
     if _is_first_rank():
-        text = f"the run is finished: it has made {step} steps, run.max_steps = {max_steps}; its "
-        print_texts([f"{text}weights are in {run_dir / 'final'}; --set run.max_steps=... goes on"])
+        made = f"it has made {counted(step, 'step')}, run.max_steps = {max_steps}"
+        text = f"the run is finished: {made}; its weights are in {run_dir / 'final'}"
+        print_texts([f"{text}; --set run.max_steps=... goes on"])
     return True
 
 

@@ -31,7 +31,7 @@ from echo.config.fleet_schema import OfferRow
 from echo.core.errors import ConfigError, DataError, PlanError, StorageError
 from echo.core.extras import command, import_extra
 from echo.core.rollout import KEEP_VERSIONS
-from echo.core.units import format_bytes, format_duration
+from echo.core.units import counted, format_bytes, format_duration
 from echo.fleet.gpus import BYTES_PER_WEIGHT, RESERVED_BYTES, USABLE_MEMORY
 from echo.fleet.hetero import Cluster, Division, SiteJob, find_division
 from echo.fleet.job import Job
@@ -55,7 +55,7 @@ def run_report(rates: RunRates) -> str:
     rate = sum(worker.tokens_per_s for worker in rates.workers.values()) / job.completion_tokens
     predicted = predict(job, rate=rate, broadcast_s=rates.broadcast_s, latency_s=rates.mean_group_s)
     needed = required_rate(job, rates.broadcast_s)
-    lines = [f"{rates.name}: {rates.num_steps} steps after the run-in"]
+    lines = [f"{rates.name}: {counted(rates.num_steps, 'step')} after the run-in"]
     lines += [
         f"  {name}: {worker.tokens_per_s:.4g} tokens/s, up to {worker.concurrency} rollouts at a "
         f"time, {format_duration(worker.group_s)} per group"

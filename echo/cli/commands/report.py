@@ -17,6 +17,7 @@ from echo.cli.output import run_command
 from echo.cli.parsers import report_parser
 from echo.core.errors import EchoError, StorageError
 from echo.core.monitoring.samples import spread_over
+from echo.core.units import counted
 from echo.records.files import write_file
 from echo.records.ledger import StoredGroup, read_records, stored_groups
 from echo.ui.report.figures import draw_all
@@ -56,7 +57,8 @@ def _run(arguments: Namespace, console: Console) -> int:
         files[TRACE] = render_trace(runs[0], window)
     out = arguments.out or run_dir / "report"
     _write(out, files)
-    console.print(f"{out / PAGE}: open it in a browser; {len(plots)} figures are beside it")
+    figures = counted(len(plots), "figure")
+    console.print(f"{out / PAGE}, with {figures} beside it: open it in a browser")
     if window is not None:
         console.print(f"{out / TRACE}: open it at https://ui.perfetto.dev")
     return 0

@@ -24,6 +24,7 @@ from echo.config.memory.models import find_model
 from echo.core.chains import Tree
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import Group, PolicyVersion, Rollout
+from echo.core.units import counted
 from echo.records.ledger import StoredGroup, read_group, read_records, stored_groups
 from echo.records.run_files import read_config
 from echo.tasks import tokenization
@@ -60,14 +61,15 @@ def _run(arguments: Namespace, console: Console) -> int:
         print_texts(msgspec.json.encode(_row(each)).decode() for each in found)
     elif arguments.parquet is not None:
         _write_parquet(arguments.parquet, [_row(each) for each in found])
-        console.print(f"{len(found)} rollouts in {arguments.parquet}")
+        console.print(f"{counted(len(found), 'rollout')} in {arguments.parquet}")
     else:
         for before, each in zip([None, *found], found, strict=False):
             # The rollouts of a group share its prompt.
             console.print(render(each, has_prompt=before is None or before.group != each.group))
         if is_plain:
             console.print(
-                f"the newest {len(found)} rollouts of {len(stored)} accepted groups; others: "
+                f"the newest {counted(len(found), 'rollout')} of "
+                f"{counted(len(stored), 'accepted group')}; others: "
                 "--step, --group, --grep, --best, --worst, --random (see --help)"
             )
     if removed := describe_removed(chosen):
@@ -87,7 +89,7 @@ def _none_found(
     if not stored:
         return f"{arguments.run}: no group has been accepted yet"
     if chosen and arguments.grep is None:
-        deleted = f"others have deleted the files of these {len(chosen)} groups"
+        deleted = f"others have deleted the files of {counted(len(chosen), 'such group')}"
         return f"{arguments.run}: {describe_removed(chosen) or deleted}"
     if chosen:
         return f"{arguments.run}: no rollout that is still kept has {arguments.grep!r} in it"
@@ -109,7 +111,8 @@ def describe_removed(stored: Sequence[StoredGroup]) -> str:
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     causes = " and ".join(sorted({each.cause for each in removals}))
     return (
-        f"the rollouts of {len(removals)} of {len(stored)} groups were removed at {when} ({causes})"
+        f"the rollouts of {len(removals)} of {counted(len(stored), 'group')} were removed at "
+        f"{when} ({causes})"
     )
 
 

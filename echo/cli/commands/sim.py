@@ -30,7 +30,7 @@ from echo.cli.scenario import load_scenario
 from echo.config.fleet_file import Override, Source, read_files
 from echo.config.layers import OVERRIDE
 from echo.core.errors import ConfigError, StorageError
-from echo.core.units import format_duration
+from echo.core.units import counted, format_duration
 from echo.fleet.overlap import Prediction, predict
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
@@ -203,8 +203,9 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
     lost = ", ".join(f"{number} {reason}" for reason, number in summary.discarded.items())
     lines = [
         f"{summary.name}: {nodes}; seed {summary.seed}",
-        f"  {summary.num_steps} steps in {format_duration(summary.duration_s)} of simulated time, "
-        f"{format_duration(summary.step_s)} each{AFTER}; simulated in {format_duration(wall_s)}",
+        f"  {counted(summary.num_steps, 'step')} in {format_duration(summary.duration_s)} of "
+        f"simulated time, {format_duration(summary.step_s)} each{AFTER}; simulated in "
+        f"{format_duration(wall_s)}",
         f"  learner waits: {waits(summary)}; the overlap model says {expected.idle_share:.1%}",
         f"  staleness: mean {summary.mean_staleness:.2f}{AFTER} (the model: "
         f"{expected.mean_staleness:.2f}); {lags or 'nothing trained'}",
@@ -228,7 +229,8 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
     lines += [f"  {size:9.2f} GB {link}" for link, size in largest if size >= 0.01]
     if not summary.is_complete:
         why = f"; {summary.end}" if summary.end else ""
-        lines.append(f"  NOT FINISHED: {scenario.settings.num_steps} steps were asked for{why}")
+        steps = counted(scenario.settings.num_steps, "step")
+        lines.append(f"  NOT FINISHED: the scenario asks for {steps}{why}")
     return "\n".join(lines)
 
 
@@ -241,8 +243,9 @@ def _events_text(summary: Summary) -> list[str]:
     lines = []
     if summary.cost_as_counted is not None:
         lines.append(
-            f"  activation: {len(summary.decisions)} changes, {summary.num_standby} workers on "
-            f"standby in the end; the learner itself counts ${summary.cost_as_counted:.2f}"
+            f"  activation: {counted(len(summary.decisions), 'change')}, "
+            f"{counted(summary.num_standby, 'worker')} on standby in the end; the learner itself "
+            f"counts ${summary.cost_as_counted:.2f}"
         )
     shown = summary.decisions[-MAX_DECISIONS:]
     lines += [f"    at {format_duration(float(str(d['time_s'])))}: {d['text']}" for d in shown]

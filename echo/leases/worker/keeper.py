@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from echo.core.bounds import MAX_PAYLOAD_BYTES
 from echo.core.errors import RemoteProtocolError
+from echo.core.units import counted
 from echo.leases.partials import decode_groups, encode_groups, encode_members
 from echo.leases.worker.held import HeldLeases
 from echo.wire.actions import Action, Note
@@ -109,4 +110,5 @@ class PartialKeeper:
         if not partials:
             return []
         num_tokens = sum(partial.num_tokens for partial in partials)
-        return [Note("info", f"found {len(partials)} unfinished groups of {num_tokens} tokens")]
+        groups = counted(len(partials), "unfinished group")
+        return [Note("info", f"found {groups} of {counted(num_tokens, 'token')}")]

@@ -21,6 +21,7 @@ import msgspec
 from echo.core.errors import DataError, EchoError, EngineError, LocalProtocolError
 from echo.core.records import Discarded
 from echo.core.rollout import Group, PolicyVersion
+from echo.core.units import counted
 from echo.leases.open_groups import AppendRecord
 from echo.leases.results import GroupStored, StoreGroup
 from echo.net.transport import Transport
@@ -282,12 +283,9 @@ class EvaluationNode(Node):
         if self.now < self._said_at + PROGRESS_S or len(self._groups) == self._num_said:
             return
         self._said_at, self._num_said = self.now, len(self._groups)
-        num_workers = len(self.role.roster.members("worker"))
-        self.log.info(
-            "%d of %d answers, %d %s",
-            self._num_said, self._groups.num_groups,
-            num_workers, "worker" if num_workers == 1 else "workers",
-        )  # fmt: skip
+        answers = counted(self._groups.num_groups, "answer")
+        workers = counted(len(self.role.roster.members("worker")), "worker")
+        self.log.info("%d of %s, %s", self._num_said, answers, workers)
 
     async def drain(self) -> None:
         """Stop without a result, after announcing the end to every node."""
@@ -295,6 +293,6 @@ class EvaluationNode(Node):
         self._waiting.wake()
         await self._is_work_over.wait()
         self.log.info(
-            "stopped with %d of %d answers, so there are no scores; repeat the command for them",
-            len(self._groups), self._groups.num_groups,
+            "stopped with %d of %s, so there are no scores; repeat the command for them",
+            len(self._groups), counted(self._groups.num_groups, "answer"),
         )  # fmt: skip

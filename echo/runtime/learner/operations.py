@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from echo.core.errors import ConfigError, nearest
-from echo.core.units import one_line
+from echo.core.units import counted, one_line
 from echo.records.ledger import LedgerQueue, Operated
 from echo.roles.learner import HoldChosen, Learner, Paused
 from echo.roles.members import Hold, Member
@@ -87,10 +87,10 @@ class Operations:
     def _pause(self, operation: Operation) -> str:
         self._check_no_subject(operation)
         self._set_paused(True)
-        num_running = self._role.leases.num_running
+        running = counted(self._role.leases.num_running, "group")
         return (
-            f"paused at step {self._role.step}: no group is granted; the {num_running} groups that "
-            "workers hold are finished, and trained on once the run is resumed or a batch is full"
+            f"paused at step {self._role.step}: no group is granted; what workers hold ({running}) "
+            "is finished, and trained on once the run is resumed or a batch is full"
         )
 
     def _resume(self, operation: Operation) -> str:
@@ -160,11 +160,8 @@ class Operations:
         if member.role != "worker":
             raise ConfigError(f"{member.node_id} is a {member.role}: only a worker can stand by")
         self._hold(member, "standby")
-        num_leases = self._role.leases.num_leases(member.node_id)
-        return (
-            f"{member.node_id} stands by after its {num_leases} leases, until `resume "
-            f"{member.node_id}`"
-        )
+        leases = counted(self._role.leases.num_leases(member.node_id), "lease")
+        return f"{member.node_id} stands by after its {leases}, until `resume {member.node_id}`"
 
     def _hold(self, member: Member, hold: Hold | None) -> None:
         self._report(HoldChosen(member.node_id, hold))

@@ -25,6 +25,7 @@ from echo.core.monitoring.status import (
 )
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.timers import RecentMap
+from echo.core.units import counted
 from echo.leases.mismatch import WINDOW, Sampled
 from echo.roles.learner import Learner
 from echo.roles.members import MAX_NAMES_KEPT, NODE_RATE_WINDOW_S, Member
@@ -436,9 +437,10 @@ class Progress:
 
         The line has the reason and a remedy.
         """
+        groups = counted(self.zero_signal.num_groups, "group")
         what = (
-            f"nothing could be learned from the last {self.zero_signal.num_groups} groups "
-            f"({self.zero_signal_text}): the run ends at step {step}"
+            f"nothing could be learned from the last {groups} ({self.zero_signal_text}): the run "
+            f"ends at step {step}"
         )
         return f"{what}; {self._zero_signal_advice()}"
 
@@ -479,7 +481,7 @@ class Progress:
         if 2 * self._num_failed < num_groups:
             return None
         return (
-            f"{self._num_failed} of the last {num_groups} groups could not be finished "
+            f"{self._num_failed} of the last {counted(num_groups, 'group')} could not be finished "
             f"({self.zero_signal_text}): the run ends at step {step} and is saved; mend what fails "
             f"and continue with --resume. The last one, {self._cause}"
         )

@@ -37,6 +37,7 @@ import msgspec
 
 from echo.core.errors import EchoError
 from echo.core.reward_parts import find_name_fault
+from echo.core.units import counted
 from echo.tasks.environment import Environment
 from echo.tasks.messages import Message, fault_of_message
 from echo.tasks.processes.guard import fork_guarded
@@ -245,13 +246,14 @@ class Performer:
                 _opinion(self._awaited(self._task.reward(example, text)), where) for text in texts
             ]
         values = self._awaited(self._task.rewards(example, list(texts)))
-        number = f"a list of {len(texts)} numbers, one for each answer"
+        number = f"a list of {counted(len(texts), 'number')}, one for each answer"
         if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
             refusal = f"{where} returned {_shown(values)}; it must return {number}"
             raise _Refused(refusal + _advice(values))
         values = list(values)
         if len(values) != len(texts):
-            raise _Refused(f"{where} returned {len(values)} rewards; it must return {number}")
+            returned = counted(len(values), "reward")
+            raise _Refused(f"{where} returned {returned}; it must return {number}")
         return [_opinion(value, where) for value in values]
 
     def _awaited(self, value: Any) -> Any:

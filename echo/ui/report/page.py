@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from echo.core.extras import import_extra, version
-from echo.core.units import format_bytes, format_duration, one_line
+from echo.core.units import counted, format_bytes, format_duration, one_line
 from echo.records.run_files import values_of
 from echo.ui.drawing import clock, short_count
 from echo.ui.report.figures import SECTIONS, Plot
@@ -200,7 +200,8 @@ def _key_figures(run: ReportedRun) -> dict[str, str]:
         figures["resumed"] = summary.resumed
     if summary.reward_before is not None and summary.reward_after is not None:
         change = _change(summary.reward_before, summary.reward_after)
-        figures["reward"] = f"{change} (first and last {summary.num_reward_steps} steps)"
+        steps = counted(summary.num_reward_steps, "step")
+        figures["reward"] = f"{change} (first and last {steps})"
     before, after = summary.eval_before, summary.eval_after
     if before is not None and after is not None:
         steps = f"(step {_span(before.step, after.step)})"
@@ -298,7 +299,7 @@ def _stall_tables(run: ReportedRun) -> Iterator[Table]:
                 ]
                 for stall in stalls
             ],
-            caption=f"The newest; {left_out} earlier ones are left out." if left_out else "",
+            caption=f"The newest, without {counted(left_out, 'earlier one')}." if left_out else "",
         )
     if run.long_waits:
         rows = [
@@ -340,7 +341,7 @@ def _decision_tables(run: ReportedRun) -> list[Table]:
         Table(
             head=["step", "at", "what"],
             rows=[[str(each.step), utc(each.at), one_line(each.what)] for each in run.decisions],
-            caption=f"The newest; {left_out} earlier ones are left out." if left_out else "",
+            caption=f"The newest, without {counted(left_out, 'earlier one')}." if left_out else "",
         )
     ]
 
@@ -359,7 +360,7 @@ def _sample(rollout: ShownRollout) -> RolloutBox:
             ColouredText(
                 text=_lines(part.text),
                 style=style if part.is_sampled else "inserted",
-                about=f"{part.version}, {part.num_tokens} tokens"
+                about=f"{part.version}, {counted(part.num_tokens, 'token')}"
                 + ("" if part.is_sampled else ", inserted by the task"),
             )
         )

@@ -276,7 +276,7 @@ class _Facts:
             Decision(
                 at=each.at,
                 step=each.step,
-                what=f"removed {len(each.paths)} files and checkpoints, "
+                what=f"removed files and checkpoints ({len(each.paths)}), "
                 f"{format_bytes(each.freed_bytes)} in all: {each.cause}",
             )
             for each in self._removed.values()

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
-from echo.core.units import format_duration
+from echo.core.units import counted, format_duration
 from echo.fleet.explain import (
     Explanation,
     ObservedFleet,
@@ -217,7 +217,9 @@ class Stalls:
         if self._activity:
             return ""
         if self._role.is_paused:
-            return f"the operator: paused, {self._role.leases.num_running} groups go on"
+            num_running = self._role.leases.num_running
+            verb = "goes" if num_running == 1 else "go"
+            return f"the operator: paused, {counted(num_running, 'group')} {verb} on"
         text = describe_wait(self._fleet)
         if not text or self.current is None:
             return text

@@ -28,6 +28,7 @@ from echo.core.bounds import NodeId, Rate
 from echo.core.errors import ConfigError, DivergedError, StorageError
 from echo.core.records import Discarded
 from echo.core.rollout import Group, Lineage, find_fault, trim_stale
+from echo.core.units import counted
 from echo.leases.book import LeaseBook
 from echo.records.files import write_file
 from echo.records.ledger import (
@@ -262,9 +263,9 @@ class SavedRun:
             trims_stale=trims_stale,
         )
         log.info(
-            "resuming at step %d in lineage %d: %d groups buffered, %d leased, %d discarded",
+            "resuming at step %d in lineage %d: %s buffered, %d leased, %d discarded",
             start.step, start.lineage,
-            len(start.buffered), len(start.open_attempts), len(start.ends),
+            counted(len(start.buffered), "group"), len(start.open_attempts), len(start.ends),
         )  # fmt: skip
         for damage in start.damage:
             log.error("%s", damage)
