@@ -36,7 +36,8 @@ Rules
   and leaves the parent at the second silence. A child also leaves a parent that sends chunks with
   wrong hashes, or that does not deliver an announced item (`watchdog.py`). On `ParentFailed`,
   `parents.py` chooses another parent. The next Fetch names only the missing chunks.
-* If there is no space for an item, the node retries the item with a backoff (`receiver.py`).
+* If there is no space for an item, the node drops all complete images except the newest one, and
+  retries the item with a backoff (`receiver.py`).
 * If the parent sends Gone for an item, the child abandons the item. If a child leaves a parent, the
   child forgets the offers of this parent.
 
@@ -434,10 +435,11 @@ class Broadcast:
         self._evicted_at = now
         self._sender.forget_silent(now)
         self.trust.retire(self.newest_complete, self.receiver.offers.items())
-        if eviction.is_lean(self._store):
+        lacks_space = self.receiver.space.is_lacking
+        if eviction.is_lean(self._store) and not lacks_space:
             return []
         needed = self._sender.pinned(now) | eviction.with_base(self.receiver.item)
-        dropped = eviction.expendable(self._store, needed)
+        dropped = eviction.expendable(self._store, needed, lacks_space=lacks_space)
         for item in dropped:
             self._store.drop(item)
         if any(form == FULL for _, form in dropped):

@@ -664,16 +664,31 @@ def test_it_is_tried_as_soon_as_an_image_is_dropped() -> None:
         net.wait(0.0)
     net.rooms["b"].is_full = False
     node = net.nodes["b"]
-    # A third version that a child has pinned goes.
-    for version in (PolicyVersion(0, 7), PolicyVersion(0, 8)):
-        node.store[version] = node.store[v(0)]
+    node.store[PolicyVersion(0, 8)] = node.store[v(0)]  # an older one, as a child had pinned
     net.wait(node.receiver.link.stall_s)
     begun_at = net.now
-    assert sorted(node.store) == [PolicyVersion(0, 8), v(0)]
+    assert list(node.store) == [v(0)]
     assert node.deadline == pytest.approx(begun_at + RELEASE_PAUSE_S)
     net.wait(RELEASE_PAUSE_S)
     net.settle()
     assert net.holds("b", 1)
+
+
+def test_a_node_with_space_for_two_images_gets_a_third() -> None:
+    net = Net("a", "b")
+    net.attach("b", "a")
+    node, rooms = net.nodes["b"], net.rooms["b"]
+    for step in range(4):
+        rooms.is_full = len(rooms.live) == 2
+        run(net.publish(step)[:1])
+        net.settle()
+        if rooms.is_full:
+            assert list(rooms.live) == [v(step - 1)], "the newest stays, the one before it goes"
+            rooms.is_full = False
+            net.wait(RELEASE_PAUSE_S)
+            net.settle()
+        assert node.newest_complete == v(step)
+    assert net.notes == [], "nothing is wrong"
 
 
 def test_its_own_parent_is_not_blamed() -> None:

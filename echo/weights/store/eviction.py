@@ -2,7 +2,7 @@
 
 A node keeps these items:
 
-* the newest `keep_versions` complete images;
+* the newest `keep_versions` complete images; only the newest one while an item lacks space;
 * for nodes that join late, the newest keyframe and the newest deltas; these deltas are in total
   smaller than an image;
 * items that this node is coding, fetching or decoding, and items that children are fetching.
@@ -22,16 +22,18 @@ MAX_ENCODED_VERSIONS = 64
 """Largest number of deltas to keep for other nodes."""
 
 
-def expendable(store: ItemStore, keep: Iterable[ItemId]) -> list[ItemId]:
+def expendable(
+    store: ItemStore, keep: Iterable[ItemId], *, lacks_space: bool = False
+) -> list[ItemId]:
     """Return the items to drop.
 
     All items are dropped except the items in `keep`, the newest items, and the items that other
-    nodes may need.
+    nodes may need. If `lacks_space` is true, only the newest complete image is kept.
     """
     images, encoded_versions = store.images, store.encoded_versions
     kept = set(keep)
     whole = sorted((v for v, image in images.items() if image.is_complete), reverse=True)
-    kept.update((version, FULL) for version in whole[: store.keep_versions])
+    kept.update((version, FULL) for version in whole[: 1 if lacks_space else store.keep_versions])
     kept.update(
         (version, FULL)
         for version in (max(images, default=None), store.newest_sealed)
