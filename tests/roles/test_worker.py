@@ -737,6 +737,8 @@ def test_agents_are_offered_all_leases_at_once_and_ask_for_theirs() -> None:
     assert paper.role.max_groups == 0
     paper.report(LeasesDemanded(3))
     assert paper.role.capacity() == 3
+    # With free places beside these, the worker would be granted copies of other workers' groups.
+    assert paper.role.stats().num_places == 0
     paper.grant(*map(make_lease, range(3)))
     [offer] = paper.take(OfferEpisodes)
     assert [each.group_id for each in offer.leases] == [0, 1, 2]

@@ -249,10 +249,12 @@ class Worker(DialingRole):
         if self._calls is None:
             return stats
         engine = self._calls.engine
+        # Agents are offered every lease at once, so no group waits for a place in the engine.
+        num_places = 0 if engine.sampler == "agents" else engine.num_places
         refused_version, refusal = self._calls.versions.refusal or (None, "")
         return msgspec.structs.replace(
             stats,
-            num_places=min(engine.num_places, MAX_LEASES),
+            num_places=min(num_places, MAX_LEASES),
             num_fit=min(engine.num_fit, MAX_LEASES),
             engine=engine.name,
             gain=self._calls.throughput.gain,
