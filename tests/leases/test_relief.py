@@ -9,7 +9,8 @@ import pytest
 from echo.core.records import Granted
 from echo.leases.groups import LeaseRecord
 from echo.leases.open_groups import AppendRecord
-from tests.leases.test_scheduler import make_granting, make_worker
+from echo.wire.messages import LeaseState
+from tests.leases.test_scheduler import beat, granted, make_granting, make_worker
 
 
 def test_a_copy_is_recorded_counts_once_and_has_the_seed_of_its_original() -> None:
@@ -57,6 +58,25 @@ def test_nothing_is_copied_without_need(change: str) -> None:
         granting.buffer.num_unspent = lambda *, step: 4  # type: ignore[method-assign]
     _, leases = granting.make_round([slow, fast], now=1.0)
     assert leases == {}
+
+
+def test_what_agents_play_is_copied_because_of_its_age_alone() -> None:
+    of = {"max_staleness": 0, "hedge_factor": 2.0, "prompts_are_free": True}
+    granting = make_granting(of=of)
+    busy, idle = make_worker("busy", (2, 3), 4), make_worker("idle", (2, 3), 4)
+    for name in ("busy", "idle"):
+        granting.finish_times.made(name, num_tokens=3000, seconds=60.0, now=0.0)
+    group_ids = list(granted(granting, busy)["busy"])
+    for now in map(float, range(1, 20)):
+        # Two signs of life a second, in a group that usually gets 50 tokens a second.
+        signs = [
+            LeaseState(group_id=each, attempt=0, num_tokens=int(2 * now), running_s=now)
+            for each in group_ids
+        ]
+        beat(granting, busy, *signs, now=now)
+        assert granted(granting, busy, idle, now=now) == {}
+    assert granted(granting, busy, idle, now=479.0) == {}
+    assert granted(granting, busy, idle, now=481.0) == {"idle": group_ids}
 
 
 def test_a_copy_of_a_copy_has_the_seed_of_the_original() -> None:

@@ -268,7 +268,8 @@ class Helper:
 
     node_id: str
     speed: float | None
-    """Tokens per second that one group gets; None if the worker has made no group."""
+    """Tokens per second that one group gets; None if the worker has made no group, or if agents
+    play the groups. Then only the second rule applies."""
     num_places: int
     """Number of groups that the worker can begin now."""
     group_s: float = math.inf

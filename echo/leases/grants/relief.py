@@ -156,10 +156,14 @@ class Relief:
 
     def _helpers(self, idle: Mapping[str, int]) -> list[Helper]:
         times = self._finish_times
+        # The progress of agents is not counted in tokens, so all their groups would seem late.
+        is_in_tokens = not self._settings.prompts_are_free
         return [
             Helper(
                 node_id,
-                times.speed(node_id, now=self._now) if times.has_made_a_group(node_id) else None,
+                times.speed(node_id, now=self._now)
+                if is_in_tokens and times.has_made_a_group(node_id)
+                else None,
                 num_free,
                 times.group_s(node_id),
             )
