@@ -23,6 +23,7 @@ from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import UNWATCHED, Completion, Request, Sampling
+from echo.roles.worker.sampling import NoResult
 from echo.runtime.agents.agents import Agents, CallOptions, StoppingError
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
@@ -295,9 +296,10 @@ def test_silence_frees_episodes_and_then_gives_the_lease_up(episodes: Episodes) 
     episodes.find(busy.session_id, now=11)
     assert episodes.expire(now=22) == []
     assert episodes.expire(now=30) == []
-    [(lease, why)] = episodes.expire(now=32)
-    assert lease.group_id == 3
-    assert why == "no agent came within 20 s"
+    [given_up] = episodes.expire(now=32)
+    assert given_up.lease.group_id == 3
+    assert given_up.detail == "no agent came within 20 s"
+    assert given_up.is_elsewhere, "agents of another worker may play it, or play it already"
     assert not episodes.leases
 
 
@@ -321,15 +323,16 @@ def test_tokens_of_sessions_that_are_given_up_are_counted(episodes: Episodes) ->
 def test_episodes_that_fall_silent_together_give_their_lease_up_once(episodes: Episodes) -> None:
     episodes.add(lease_of(3), now=0)
     now, sessions = 0.0, list[Session]()
-    given_up: list[tuple[Lease, str]] = []
+    given_up: list[NoResult] = []
     for _ in range(MAX_EPISODE_ATTEMPTS):
         assert given_up == []
         sessions = [begin(episodes, now), begin(episodes, now)]
         now += 11
         given_up = episodes.expire(now=now)
-    [(lease, why)] = given_up
-    assert lease.group_id == 3
-    assert why == f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode 0"
+    [ended] = given_up
+    assert ended.lease.group_id == 3
+    assert ended.detail == f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode 0"
+    assert not ended.is_elsewhere, "agents fail with it"
     assert not episodes.leases
     for session in sessions:
         with pytest.raises(SessionError):

@@ -139,8 +139,8 @@ class Agents:
         while True:
             await asyncio.sleep(self.role.joining.heartbeat_s / 2)
             num_ticks += 1
-            for lease, why in self._episodes.expire(now=self._node.now):
-                self._give_up(lease, "agent_timeout", why)
+            for given_up in self._episodes.expire(now=self._node.now):
+                self._node.report(given_up)
             self._count_abandoned()
             self._node.report(LeasesAlive(self._episodes.leases, num_ticks))
             self._demand()

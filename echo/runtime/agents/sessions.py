@@ -21,6 +21,7 @@ import numpy as np
 from echo.core.errors import EchoError
 from echo.core.rollout import Group
 from echo.leases.worker.held import LeaseKey, key_of
+from echo.roles.worker.sampling import NoResult
 from echo.runtime.agents.turns import Ids, Turn, num_sampled_of, tree_of
 from echo.wire.messages import Lease
 
@@ -214,11 +215,8 @@ class Episodes:
         number, self._num_abandoned_tokens = self._num_abandoned_tokens, 0
         return number
 
-    def expire(self, *, now: float) -> list[tuple[Lease, str]]:
-        """Free the episodes of silent agents.
-
-        Return each lease that was given up, and the reason.
-        """
+    def expire(self, *, now: float) -> list[NoResult]:
+        """Free the episodes of silent agents. Return the leases that were given up."""
         given_up = []
         late = [
             session
@@ -229,11 +227,13 @@ class Episodes:
             # Giving up a lease ends its other sessions, which may be in this list too.
             if session.session_id in self._sessions and not self.abandon(session):
                 text = f"{MAX_EPISODE_ATTEMPTS} agents did not finish episode {session.member}"
-                given_up.append((session.lease, text))
+                given_up.append(NoResult(session.lease, "agent_timeout", text))
         for entry in list(self._open_leases.values()):
             if not entry.sessions and now - entry.touched_at > 2 * self._timeout_s:
                 self._drop(entry)
-                given_up.append((entry.lease, f"no agent came within {2 * self._timeout_s:g} s"))
+                text = f"no agent came within {2 * self._timeout_s:g} s"
+                # Agents of other workers may come, or may be playing a copy of the group already.
+                given_up.append(NoResult(entry.lease, "agent_timeout", text, is_elsewhere=True))
         return given_up
 
     def _open(self, session_id: str) -> Session:
