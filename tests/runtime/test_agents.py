@@ -23,7 +23,9 @@ from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group, PolicyVersion
 from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import UNWATCHED, Completion, Request, Sampling
+from echo.roles.worker.outcomes import GroupFinished
 from echo.roles.worker.sampling import NoResult
+from echo.roles.worker.worker import LeasesDemanded
 from echo.runtime.agents.agents import Agents, CallOptions, StoppingError
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
@@ -71,7 +73,7 @@ def make_agents(run: Callable[..., Awaitable[object]]) -> Agents:
     counters = Counters()
     count = counters.add
     role = Mock(outbox=[], installed_version=V1, counters=counters, count=count, tokens_sampled=0)
-    parts = Mock(group_size=1, session_timeout_s=60.0, max_rollout_tokens=100)
+    parts = Mock(group_size=1, session_timeout_s=60.0, max_rollout_tokens=100, max_abs_reward=1.0)
     return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock(run=run))
 
 
@@ -174,7 +176,6 @@ def test_a_task_judges_the_last_answer_and_all_tokens_are_trained() -> None:
 
     agents = make_agents(run)
     agents.parts.dialogue.answer_of = lambda ids: str([*map(int, ids)])  # type: ignore[method-assign]
-    agents.parts.max_abs_reward = 1.0  # type: ignore[misc]
     example = {"index": 0, "split": "train", "prompt": "?"}
     session = begin_with(agents, msgspec.structs.replace(lease_of(3), example=example))
     session.turns += [turn_of([1], [2, 3, 4]), turn_of([1, 9], [5])]
@@ -187,6 +188,21 @@ def test_a_task_judges_the_last_answer_and_all_tokens_are_trained() -> None:
         "agents/num_episodes": 1,
         "agents/num_chains": 2,
     }
+
+
+def test_a_delivered_group_asks_for_no_lease_after_it() -> None:
+    agents = make_agents(run_question)
+    session = begin_with(agents, lease_of(3))
+    session.turns.append(turn_of([1], [2]))
+    reported: Mock = agents._node.report  # type: ignore[assignment]
+    # The learner has the group from now on, but has not stored it.
+    outbox: Any = agents.role.outbox
+    reported.side_effect = lambda event: (
+        outbox.append(event) if isinstance(event, GroupFinished) else None
+    )
+    asyncio.run(agents.reward(session.session_id, 1.0))
+    assert outbox
+    assert reported.call_args.args == (LeasesDemanded(0),)
 
 
 # --- sampling for agents --------------------------------------------------------------------------

@@ -158,7 +158,8 @@ class Agents:
 
     def _demand(self) -> None:
         missing = max(0, self._num_waiting - self._episodes.num_free)
-        held = len(self._episodes.leases) + len(self.role.outbox)
+        # A delivered group is not counted: once it is stored, its place would get another lease.
+        held = len(self._episodes.leases)
         wanted = 0 if self._is_over else held + math.ceil(missing / self.parts.group_size)
         self._node.report(LeasesDemanded(wanted))
 
