@@ -151,7 +151,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "agents/trained_share": "Share of the tokens sampled in agents' sessions that are "
         "delivered to be trained; the rest is of sessions given up, and of chains beyond the most "
         "tokens of a rollout ([Training agents](training-agents.md#chains)).",
-        "agents/abandoned_share": "Share of these tokens in sessions that were given up.",
+        "agents/abandoned_share": "Share of these tokens in sessions that were given up, or "
+        "whose group another worker finished first.",
         "agents/chains": "Mean number of chains of an episode: 1 unless agents rewrite their "
         "history or make calls in parallel.",
         "engine/out_of_memory": "Times that an engine ran out of memory and halved its rollouts.",

@@ -40,6 +40,7 @@ from echo.roles.worker.sampling import (
     CallRaised,
     CallRefused,
     CallReturned,
+    CancelEpisodes,
     EngineCall,
     MembersGrown,
     NonfiniteFound,
@@ -749,6 +750,17 @@ def test_agents_are_offered_all_leases_at_once_and_ask_for_theirs() -> None:
         assert not paper.take(Drained)
         paper.report(LeaseDropped(each))
     assert paper.take(Drained)
+
+
+def test_agents_are_offered_no_more_of_a_group_that_others_have_finished() -> None:
+    paper = Paper(groups_per_batch=1, sampler="agents")
+    paper.grant(make_lease(0))
+    paper.acknowledge(0)
+    [cancelled] = paper.take(CancelEpisodes)
+    assert cancelled.lease.group_id == 0
+    assert len(paper.role.held) == 1
+    paper.report(LeaseDropped(cancelled.lease))
+    assert not paper.role.held
 
 
 # --- leaving --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from echo.core.token_sets import NOT_RECORDED
 from echo.engine.engine import UNWATCHED, Completion, Request, Sampling
 from echo.roles.worker.outcomes import GroupFinished
 from echo.roles.worker.sampling import NoResult
-from echo.roles.worker.worker import LeasesDemanded
+from echo.roles.worker.worker import LeaseDropped, LeasesDemanded
 from echo.runtime.agents.agents import Agents, CallOptions, StoppingError
 from echo.runtime.agents.call_sampler import CallSampler
 from echo.runtime.agents.dialogue import Dialogue
@@ -205,6 +205,19 @@ def test_a_delivered_group_asks_for_no_lease_after_it() -> None:
     assert reported.call_args.args == (LeasesDemanded(0),)
 
 
+def test_a_lease_that_is_not_wanted_is_dropped_and_its_session_goes_on_to_its_end() -> None:
+    agents = make_agents(run_question)
+    session = begin_with(agents, lease_of(3))
+    agents.cancel(session.lease)
+    reported: Mock = agents._node.report  # type: ignore[assignment]
+    events = [call.args[0] for call in reported.call_args_list]
+    assert events[-2:] == [LeaseDropped(session.lease), LeasesDemanded(0)]
+    sample_at(agents, completion_of([0, 1]))
+    asyncio.run(agents.call(session.session_id, "Q: ", CallOptions()))
+    assert asyncio.run(agents.reward(session.session_id, 1.0)) == 1.0
+    assert not any(isinstance(call.args[0], GroupFinished) for call in reported.call_args_list)
+
+
 # --- sampling for agents --------------------------------------------------------------------------
 
 
@@ -334,6 +347,35 @@ def test_tokens_of_sessions_that_are_given_up_are_counted(episodes: Episodes) ->
         if was_freed:
             given_up = begin(episodes)
     assert episodes.take_abandoned() == 0
+
+
+@pytest.mark.parametrize("is_rewarded", [True, False])
+def test_a_lease_that_is_not_wanted_has_no_more_episodes(
+    episodes: Episodes, is_rewarded: bool
+) -> None:
+    for group_id in (3, 4):
+        episodes.add(lease_of(group_id), now=0)
+    first, second = begin(episodes), begin(episodes)
+    first.turns.append(turn_of([1], [8, 8]))
+    episodes.finish(first, 1.0)
+    episodes.abandon(second)
+    second = begin(episodes)
+    assert second.lease.group_id == 3
+    episodes.cancel(second.lease)
+    assert [lease.group_id for lease in episodes.leases] == [4]
+    assert episodes.num_free == 2
+    assert episodes.take_abandoned() == 2
+    # Its agent works on, to no purpose; another one does not begin with it.
+    second.turns.append(turn_of([1], [8]))
+    if is_rewarded:
+        assert episodes.finish(episodes.find(second.session_id, now=1.0), 1.0) is None
+    else:
+        assert episodes.expire(now=11) == []
+    assert episodes.take_abandoned() == 1
+    assert [begin(episodes).lease.group_id for _ in range(2)] == [4, 4]
+    assert episodes.begin(now=1.0) is None
+    with pytest.raises(SessionError, match="no open session"):
+        episodes.find(second.session_id, now=1.0)
 
 
 def test_episodes_that_fall_silent_together_give_their_lease_up_once(episodes: Episodes) -> None:

@@ -129,6 +129,13 @@ class OfferEpisodes(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class CancelEpisodes(Action):
+    """Action: offer no more episodes of an unwanted lease to agents. LeaseDropped follows."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
 class Withdraw(Action):
     """Action: stop offering episodes to agents.
 
@@ -531,6 +538,10 @@ class EngineCalls:
             for call in self._calls
             if any(group.state is GroupState.RECLAIMED for group in call.groups)
         )
+
+    def cancel(self, group: PartialGroup) -> list[Decision]:
+        """Stop offering the episodes of an unwanted group to agents."""
+        return [CancelEpisodes(group.lease)] if self.engine.sampler == "agents" else []
 
     def leave(self) -> list[Decision]:
         """Stop sampling: recall the calls, or stop offering episodes to agents.

@@ -23,7 +23,8 @@ events in a table:
     Configure      ->  EngineBuilt
     Sample         ->  MembersGrown, NonfiniteFound; then CallReturned, CallRefused or CallRaised
     Recall             the call returns soon
-    OfferEpisodes  ->  GroupFinished or NoResult; Withdraw -> LeaseDropped  (agents)
+    OfferEpisodes  ->  GroupFinished or NoResult  (agents)
+    CancelEpisodes, Withdraw  ->  LeaseDropped
     Score          ->  GroupScored or NoResult
     Install        ->  VersionInstalled, InstallFailed or InstallMissed
     Save           ->  PartialsSaved
@@ -345,7 +346,8 @@ class Worker(DialingRole):
                 return []
             self.counters.add("cancelled")
             text = f"group {message.group_id} was finished by another worker"
-            return [Note("info", text, "superseded")]
+            stops = self._decided(self._engine.cancel(group), now)
+            return [Note("info", text, "superseded"), *stops]
         actions: list[Action] = []
         self.num_accepted += message.outcome == "accepted"
         if message.outcome == "refused":

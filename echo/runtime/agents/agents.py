@@ -133,6 +133,13 @@ class Agents:
             self._episodes.add(lease, now=self._node.now)
         self._has_news.set()
 
+    def cancel(self, lease: Lease) -> None:
+        """Begin no more episodes of a lease, because the learner wants no result."""
+        self._episodes.cancel(lease)
+        self._count_abandoned()
+        self._node.report(LeaseDropped(lease))
+        self._demand()
+
     async def watch(self) -> None:
         """Renew open leases and give up leases that take too long, until cancelled."""
         num_ticks = 0

@@ -83,6 +83,8 @@ class _OpenLease:
     num_attempts: dict[int, int] = field(default_factory=dict)
     outcomes: dict[int, SessionOutcome] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
+    is_wanted: bool = True
+    """Whether the learner still wants a result of the lease."""
 
 
 class Episodes:
@@ -104,7 +106,8 @@ class Episodes:
 
     @property
     def leases(self) -> list[Lease]:
-        return [entry.lease for entry in self._open_leases.values()]
+        """The leases of which the learner wants a result."""
+        return [entry.lease for entry in self._open_leases.values() if entry.is_wanted]
 
     @property
     def num_free(self) -> int:
@@ -117,6 +120,18 @@ class Episodes:
 
     def add(self, lease: Lease, *, now: float) -> None:
         self._open_leases[key_of(lease)] = _OpenLease(lease, deque(range(self._group_size)), now)
+
+    def cancel(self, lease: Lease) -> None:
+        """Begin no more episodes of a lease, because its result is not wanted.
+
+        The lease's open sessions continue, so that no agent fails in the middle of its work.
+        """
+        entry = self._open_leases[key_of(lease)]
+        entry.is_wanted = False
+        entry.waiting.clear()
+        for outcome in entry.outcomes.values():
+            self._num_abandoned_tokens += num_sampled_of(outcome.turns)
+        self._forget_unwanted(entry)
 
     def begin(self, *, now: float) -> Session | None:
         """Return a session for the oldest free episode, or None if no episode is free."""
@@ -179,13 +194,17 @@ class Episodes:
         """End a session with its reward.
 
         Returns:
-            The outcomes of the group; None while an episode of the group is unfinished.
+            The outcomes of the group; None while an episode of the group is unfinished, and if the
+            group is not wanted.
 
         Raises:
             SessionError: if the session has no completed call, or has a running call.
         """
         self.check_rewardable(session)
         entry = self._close(session)
+        if not entry.is_wanted:
+            self._num_abandoned_tokens += num_sampled_of(session.turns)
+            return None
         entry.outcomes[session.member] = SessionOutcome(session.turns, reward)
         if len(entry.outcomes) < self._group_size:
             return None
@@ -200,6 +219,8 @@ class Episodes:
         """
         entry = self._close(session)
         self._num_abandoned_tokens += num_sampled_of(session.turns)
+        if not entry.is_wanted:
+            return True
         if entry.num_attempts[session.member] >= MAX_EPISODE_ATTEMPTS:
             self._drop(entry)
             return False
@@ -210,7 +231,7 @@ class Episodes:
         """Return the number of tokens abandoned since the last call of this method.
 
         Abandoned tokens are those of sessions that were given up, and of rewarded sessions whose
-        lease was given up.
+        lease was given up or is not wanted.
         """
         number, self._num_abandoned_tokens = self._num_abandoned_tokens, 0
         return number
@@ -252,7 +273,12 @@ class Episodes:
         del self._sessions[session.session_id]
         entry = self._open_leases[key_of(session.lease)]
         entry.sessions.discard(session.session_id)
+        self._forget_unwanted(entry)
         return entry
+
+    def _forget_unwanted(self, entry: _OpenLease) -> None:
+        if not entry.is_wanted and not entry.sessions:
+            del self._open_leases[key_of(entry.lease)]
 
     def _drop(self, entry: _OpenLease) -> None:
         del self._open_leases[key_of(entry.lease)]

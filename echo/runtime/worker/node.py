@@ -66,6 +66,7 @@ from echo.roles.worker.sampling import (
     CallRaised,
     CallRefused,
     CallReturned,
+    CancelEpisodes,
     EngineCall,
     MembersGrown,
     NonfiniteFound,
@@ -336,6 +337,9 @@ class WorkerNode(DialingNode):
             case OfferEpisodes():
                 assert self._agents is not None  # the role offers episodes only to agents
                 self._agents.take(action.leases)
+            case CancelEpisodes():
+                assert self._agents is not None
+                self._agents.cancel(action.lease)
             case Withdraw():
                 if self._agents is not None:
                     self._agents.close()
