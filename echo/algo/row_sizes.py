@@ -88,7 +88,10 @@ class RowSizes:
     _num_filled: int = 0
 
     def packed(self, num_tokens: int, *, max_tokens: int) -> int:
-        """Return the size of the next packed row, which has `num_tokens` tokens without filling."""
+        """Return the size of the next packed row, filling included.
+
+        `num_tokens` counts the row's tokens before it is filled.
+        """
         if self.fills != "rows":
             return num_tokens
         limit = max(num_tokens, max_tokens)

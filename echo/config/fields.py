@@ -314,7 +314,7 @@ class Section(Strict):
 
 
 def kind_of(value: Any) -> str:
-    """Return the `kind` of a section, which is a table or an object.
+    """Return the `kind` of a section. The section may be a table or an object.
 
     If the kind is the import path of the user's own code, return OWN_KIND.
     """

@@ -269,7 +269,11 @@ def _keys_of_other_kinds(user: Settings, kinds: Mapping[str, str]) -> Iterable[P
 
 
 def _without_old_defaults(saved: Settings, user: dict[KeyPath, Setting]) -> dict[KeyPath, Setting]:
-    """Return the user's settings without the saved defaults of kinds that are no longer chosen."""
+    """Return the settings in `user` that still apply.
+
+    `user` contains settings of a saved run, `saved`, and the user's changes. If the user has chosen
+    another `kind` for a section, the saved defaults of the former kind no longer apply.
+    """
     before, _ = _choose_kinds(saved)
     after, _ = _choose_kinds(user)
     known, profile = leaves(before), _profile_of(saved)

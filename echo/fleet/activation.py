@@ -8,9 +8,9 @@ A set of workers is assessed with the best of the allowed publish periods. The c
 duration of a broadcast to the set. A set is sufficient if it satisfies the provisioning rule
 (overlap.py) within the budget. The best set is the cheapest sufficient set.
 
-If no set is sufficient, the learner waits for rollouts. Then the search compares the sets within
-the budget. Of the sets with nearly the shortest step time (HARDLY_SLOWER), the search chooses the
-cheapest.
+If no set is sufficient, the learner will wait for rollouts with every set. In this case, the search
+compares the sets within the budget. Of the sets with nearly the shortest step time (HARDLY_SLOWER),
+it chooses the cheapest.
 
 The search is greedy and begins with several sets: no worker, the active workers, and one set for
 each kind. The set of a kind contains this kind and all faster kinds, because one slow worker can

@@ -4,10 +4,10 @@
     (shared by all)      (one stream's rate, delay)      (shared by all)
 
 * **Bulk** messages are chunks and groups. They queue at the uplink in the order of sending, travel
-  along the route at the rate of one stream, and queue again at the downlink. Each of these three
-  stages begins with the first byte of a message, before the earlier stage has ended. So a message
-  that meets no queue takes the time of the slowest stage, and the latency. **Small** messages do
-  not queue, and only the latency delays them. Messages of one connection arrive in order.
+  along the route at the rate of one stream, and queue again at the downlink. The three stages
+  overlap: the next stage starts when it receives the first byte of a message. So a message that
+  meets no queue takes the time of its slowest stage plus the latency. **Small** messages do not
+  queue, and only the latency delays them. Messages of one connection arrive in order.
 * A connection is a stream, like TCP: a lost packet costs time, but no message is lost. The rate of
   a route is the measured rate of one stream, which includes TCP's response to lost packets.
 * When a cut begins or a machine is lost, messages in flight are lost and the connection stalls.

@@ -244,10 +244,13 @@ class Child:
 
 
 def check_fetch(message: Fetch, item: Chunked) -> None:
-    """Check that the item can have every chunk that a Fetch requests.
+    """Check that each chunk that a Fetch requests is a chunk of the item.
+
+    While an encoded version is open, the number of its chunks is unknown, and each chunk may be
+    requested.
 
     Raises:
-        RemoteProtocolError: if the item cannot have one of the requested chunks.
+        RemoteProtocolError: if a requested chunk lies outside the item.
     """
     is_encoded = message.form != FULL
     previous = 0
