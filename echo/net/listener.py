@@ -59,6 +59,8 @@ async def bound_socket(
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        if "%" in host:  # uvloop drops the interface; this takes no look-up, so does not block
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = found[0]
         bound = socket.socket(family, kind, protocol)
         try:

@@ -56,7 +56,7 @@ MAX_PORT = 65535
 """Largest TCP port."""
 
 _ADDRESS = re.compile(
-    r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
+    r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]+(%[\w.-]+)?)\]|(?P<host>[\w.-]+)):(?P<port>\d{1,5})"
     r"(?:#(?P<key>[A-Za-z0-9_-]{43}))?"
 )
 

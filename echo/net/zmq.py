@@ -200,8 +200,10 @@ class ZmqTransport(Transport):
             await self.close()
             raise
         host, port = self._bound.getsockname()[:2]
+        given, wanted = parse_address(self._listen_address)
+        _, percent, interface = given.partition("%")  # the kernel does not name the interface
+        host = f"{host}{percent}{interface}"
         if self._keys is not None:
-            wanted = parse_address(self._listen_address)[1]
             self._bulk_bound = await self._bind_bulk(host, wanted and wanted + BULK_PORT_OFFSET)
         address = format_address(host, port)
         key = None if self._keys is None else self._keys.server.public

@@ -44,7 +44,7 @@ from echo.net.transport import (
 )
 from echo.net.zmq import ZmqTransport
 from tests.net.conftest import Run
-from tests.net.test_zmq import resident_bytes
+from tests.net.test_zmq import link_local, resident_bytes
 from tests.net.test_zmq_curve import ANY_PORT, LEARNER, OPTIONS, SERVER, opened, worker
 
 CHUNK = random.Random(1).randbytes(1 << 20)
@@ -140,6 +140,20 @@ def test_what_is_public_goes_over_the_bulk_connection_and_the_rest_does_not(run:
             assert both.child.send(both.link, SMALL, is_public=True)
             await both.until(lambda: len(both.at_parent) == 3)
             assert both.at_parent[-1] == Received(both.inbound.peer, SMALL)
+
+    run(scenario())
+
+
+@pytest.mark.skipif(link_local() is None, reason="no interface has an IPv6 address of its network")
+def test_a_parent_can_listen_at_an_address_of_one_network_alone(run: Run) -> None:
+    async def scenario() -> None:
+        async with (
+            opened(f"tcp://[{link_local()}]:0", LEARNER) as parent,
+            opened(None, worker(parent.listen_address or "")) as child,
+        ):
+            link = child.dial(parent.listen_address or "")
+            assert await child.receive() == [Connected(link, parent.listen_address)]
+            assert parent.bulk_port
 
     run(scenario())
 

@@ -31,6 +31,7 @@ from echo.net.transport import (
     Received,
     TransportEvent,
     TransportOptions,
+    parse_address,
 )
 from echo.net.zmq import ZmqTransport
 from tests.net import conftest
@@ -187,6 +188,11 @@ def test_ipv6_and_names_can_be_dialled(run: Run) -> None:
     ):
         pytest.skip("this machine has no IPv6 loopback")
     run(scenario("tcp://[::1]:0", "tcp://[::1]"))
+
+
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "fe80::1%br-lan", "fe80::1%eth0.100"])
+def test_an_address_names_the_interface_of_its_network(host: str) -> None:
+    assert parse_address(f"tcp://[{host}]:7700") == (host, 7700)
 
 
 def link_local() -> str | None:

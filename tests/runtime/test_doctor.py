@@ -14,7 +14,14 @@ from echo.core.extras import find_lock
 from echo.net.kernel import KernelFacts
 from echo.records import files
 from echo.records.files import DiskSpeed
-from echo.runtime.doctor.link import STEP_S, LinkReport, check_link, check_nat, try_link
+from echo.runtime.doctor.link import (
+    STEP_S,
+    LinkReport,
+    check_link,
+    check_nat,
+    own_address,
+    try_link,
+)
 from echo.runtime.doctor.machine import (
     Finding,
     check_descriptors,
@@ -29,6 +36,7 @@ from echo.runtime.doctor.machine import (
     nvidia_driver,
 )
 from echo.wire.messages import Ready
+from tests.net.test_zmq import link_local
 from tests.promises.world import ADDRESS, LEARNER, Process, World
 
 DELAY_S = 0.05
@@ -154,6 +162,12 @@ def test_a_private_address_that_is_told_to_others_is_a_warning(
     own: str, advertise: str | None, level: str
 ) -> None:
     assert levels(check_nat(own, "8.8.8.8", advertise)) == [level]
+
+
+@pytest.mark.skipif(link_local() is None, reason="no interface has an IPv6 address of its network")
+def test_the_route_to_an_address_of_one_network_alone_is_found() -> None:
+    own = (link_local() or "").partition("%")[0]
+    assert own_address(f"tcp://[{link_local()}]:7700") == own
 
 
 # --- machine --------------------------------------------------------------------------------------

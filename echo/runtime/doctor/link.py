@@ -321,9 +321,9 @@ def own_address(address: str) -> str | None:
     """Return this machine's address on the route to `address`; None if there is no route."""
     host, port = parse_address(address)
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # makes the kernel choose a route; sends nothing
+            probe.connect(where)  # makes the kernel choose a route; sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return None
