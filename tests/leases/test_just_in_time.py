@@ -244,8 +244,12 @@ class TestMargin:
 
     def test_batches_that_are_early_lower_it_faster(self) -> None:
         pace = at_step(3)
+        num_due(pace, worker(now=35.0), version=2, step=3, num_accepted=SIZE, now=35.0)
+        num_due(pace, worker(now=37.0), version=2, step=3, num_accepted=SIZE, now=37.0)
+        pace.end_step(4, now=40.0)
+        pace.begin_step(waited_s=5.0, now=45.0)
         before = pace.margin_s
-        for step in range(3, 3 + SPARE_STEPS):
+        for step in range(5, 5 + SPARE_STEPS):
             begun_at = step * STEP_S
             load = worker(now=begun_at + 4)
             num_due(pace, load, version=step, step=step, num_accepted=2 * SIZE, now=begun_at + 4)

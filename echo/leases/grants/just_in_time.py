@@ -69,7 +69,7 @@ RECENT_STEPS = 8
 SPARE_STEPS = 16
 """The least spare time is taken over this many of the newest batches."""
 
-WAIT_SHARE = 0.005
+WAIT_SHARE = 0.007
 """Share of its time for which the learner waits in the long run. In exchange, groups are
 fresher."""
 
