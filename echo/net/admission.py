@@ -30,6 +30,10 @@ MAX_GUEST_BYTES = 256 << 10
 """Largest number of bytes of a guest's unfinished message. If guests are admitted, this limit also
 holds for the first message of every connection, which is a short Greet.
 """
+HEARTBEAT_BYTES = 128
+"""Bytes that an idle connection receives per heartbeat interval, at most. libzmq's probe and its
+answer to this node's probe take 82 bytes with encryption.
+"""
 CHECK_S = 0.1
 """Seconds between two checks of connections. A check finds connections whose unfinished message is
 too long.
@@ -54,8 +58,9 @@ class AcceptedConnections:
     the size of a frame but not the number of frames, so it would store an endless message. The
     kernel counts the bytes of each connection. A connection is closed if more bytes than its limit
     have arrived since its last whole message. The limit is `max_message_bytes` for a node and
-    MAX_GUEST_BYTES for a guest. If guests are admitted, a stranger has a guest's limit. The limit
-    works only on Linux, because other kernels do not report the count.
+    MAX_GUEST_BYTES for a guest. If guests are admitted, a stranger has a guest's limit. The kernel
+    also counts heartbeats, so the limit grows with time by `idle_bytes_per_s`. The limit works only
+    on Linux, because other kernels do not report the count.
 
     libzmq owns the descriptors. libzmq reports the end of a connection before it closes the
     descriptor. So if all events have been read, the number of a descriptor recorded here still
@@ -64,42 +69,50 @@ class AcceptedConnections:
     and a link that `shutdown` ends is dialled again.
     """
 
-    def __init__(self, max_strangers: int, max_message_bytes: int, *, has_guests: bool) -> None:
+    def __init__(
+        self,
+        max_strangers: int,
+        max_message_bytes: int,
+        *,
+        idle_bytes_per_s: float,
+        has_guests: bool,
+    ) -> None:
         self._max_strangers = max_strangers
         self._max_message_bytes = max_message_bytes
+        self._idle_bytes_per_s = idle_bytes_per_s
         self._max_guest_bytes = MAX_GUEST_BYTES if has_guests else max_message_bytes
         self._strangers: dict[int, None] = {}
-        self._whole_bytes: OrderedDict[int, int] = OrderedDict()
+        self._whole: OrderedDict[int, tuple[int, float]] = OrderedDict()
         """Descriptor -> bytes that the connection had received when a check last found a whole
-        message. The connection to check next is first."""
+        message, and the time of that check. The connection to check next is first."""
         self._has_spoken: set[int] = set()
         """Descriptors over which a whole message has arrived since their last check."""
         self._nodes: set[int] = set()
         """Descriptors of connections of nodes."""
 
     def __contains__(self, descriptor: int) -> bool:
-        return descriptor in self._whole_bytes
+        return descriptor in self._whole
 
     @property
     def has_excess(self) -> bool:
         """Whether more than `max_strangers` strangers are connected."""
         return len(self._strangers) > self._max_strangers
 
-    def add(self, descriptor: int) -> None:
+    def add(self, descriptor: int, *, now: float) -> None:
         """Add a connection that libzmq has accepted, as a stranger until `spoke` is called."""
         self._strangers[descriptor] = None
-        self._whole_bytes[descriptor] = 0
+        self._whole[descriptor] = 0, now
 
     def discard(self, descriptor: int) -> None:
         """Remove a connection that has ended."""
         self._strangers.pop(descriptor, None)
-        self._whole_bytes.pop(descriptor, None)
+        self._whole.pop(descriptor, None)
         self._has_spoken.discard(descriptor)
         self._nodes.discard(descriptor)
 
     def spoke(self, descriptor: int, *, is_guest: bool = False) -> None:
         """No longer count a connection as a stranger: a whole message has arrived over it."""
-        if descriptor in self._whole_bytes:
+        if descriptor in self._whole:
             self._strangers.pop(descriptor, None)
             self._has_spoken.add(descriptor)
             if not is_guest:
@@ -107,7 +120,7 @@ class AcceptedConnections:
 
     def close(self, descriptor: int) -> None:
         """Close a connection. The caller must have read all events of all connections first."""
-        if descriptor in self._whole_bytes:
+        if descriptor in self._whole:
             _shut_down(descriptor)
 
     def close_excess(self) -> int:
@@ -122,19 +135,20 @@ class AcceptedConnections:
             _shut_down(descriptor)
         return len(excess)
 
-    def close_unfinished(self) -> int:
+    def close_unfinished(self, *, now: float) -> int:
         """Close connections whose unfinished message is too long; return how many were closed.
 
         One call checks at most CONNECTIONS_PER_CHECK connections.
         """
         num_closed = 0
-        for descriptor in list(itertools.islice(self._whole_bytes, CONNECTIONS_PER_CHECK)):
-            self._whole_bytes.move_to_end(descriptor)
-            received = _bytes_received(descriptor)
+        for descriptor in list(itertools.islice(self._whole, CONNECTIONS_PER_CHECK)):
+            self._whole.move_to_end(descriptor)
+            received, (before, since) = _bytes_received(descriptor), self._whole[descriptor]
+            idle_bytes = self._idle_bytes_per_s * (now - since)
             if descriptor in self._has_spoken:
                 self._has_spoken.discard(descriptor)
-                self._whole_bytes[descriptor] = received
-            elif received - self._whole_bytes[descriptor] > self._limit_of(descriptor):
+                self._whole[descriptor] = received, now
+            elif received - before > self._limit_of(descriptor) + idle_bytes:
                 self.discard(descriptor)
                 _shut_down(descriptor)
                 num_closed += 1
@@ -178,6 +192,11 @@ def largest_message(options: TransportOptions) -> int:
     CURVE's overhead is included.
     """
     return options.max_message_bytes * 17 // 16 + (1 << 20)
+
+
+def idle_rate(options: TransportOptions) -> float:
+    """Return the largest number of bytes per second that a connection receives without messages."""
+    return HEARTBEAT_BYTES / options.heartbeat_s if options.heartbeat_s > 0 else 0.0
 
 
 _ENDPOINT = "inproc://zeromq.zap.01"

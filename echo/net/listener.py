@@ -24,7 +24,7 @@ import sys
 from typing import Protocol
 
 from echo.core.errors import TransportError
-from echo.net.admission import CHECK_S, AcceptedConnections, largest_message
+from echo.net.admission import CHECK_S, AcceptedConnections, idle_rate, largest_message
 from echo.net.channel import BULK_ASK, Burst, Host, News, ZmqChannel, ZmqOutbox
 from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
@@ -189,6 +189,7 @@ class Listener:
         self._accepted = AcceptedConnections(
             host.options.max_strangers,
             largest_message(host.options),
+            idle_bytes_per_s=idle_rate(host.options),
             has_guests=host.has_guests,
         )
         self._checking: asyncio.TimerHandle | None = None
@@ -228,7 +229,7 @@ class Listener:
         elif news is News.HANDSHAKE_FAILED:
             self._host.totals.failed_handshakes += 1
         elif news is News.ACCEPTED:
-            self._accepted.add(descriptor)
+            self._accepted.add(descriptor, now=self._host.loop.time())
             if self._checking is None:
                 self._checking = self._host.loop.call_later(CHECK_S, self._close_unfinished)
             if self._accepted.has_excess and self._closing is None:
@@ -277,7 +278,8 @@ class Listener:
         includes their bytes.
         """
         is_idle = not self.channel.has_whole_message()
-        num_closed = self._accepted.close_unfinished() if is_idle else 0
+        now = self._host.loop.time()
+        num_closed = self._accepted.close_unfinished(now=now) if is_idle else 0
         if num_closed:
             text = "closed a connection over which a message came that was too long, in many frames"
             self._host.warn("", "unfinished", text)
