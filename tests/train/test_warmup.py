@@ -131,6 +131,24 @@ def test_a_place_that_cannot_be_written_is_named(
         make_warm_model("addition", tmp_path / "file" / "cache", seed=0)
 
 
+def test_the_bytes_of_a_result_are_on_the_disk_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure must not leave an empty warmup.json under the name of a whole model."""
+    use(monkeypatch, replace(SHORT, num_steps=1))
+    synced: list[str] = []
+
+    def sync(path: Path) -> None:
+        assert path.parent == tmp_path or path.parent.parent == tmp_path
+        synced.append(path.name)
+
+    monkeypatch.setattr(warmup, "sync_path", sync)
+    made = make_warm_model("addition", tmp_path, seed=0)
+    *files, directory = synced
+    assert set(files) == {path.name for path in made.path.iterdir()} >= {"warmup.json"}
+    assert directory.startswith(f"{made.path.name}."), "it had another name"
+
+
 def test_the_learning_rate_rises_stays_and_falls() -> None:
     recipe = RECIPES["countdown"]
     rates = [recipe.learning_rate_at(step, 400) for step in (1, 50, 200, 281, 341, 400)]

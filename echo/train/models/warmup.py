@@ -40,6 +40,7 @@ from echo.engine.model import (
     save_tiny_model,
     shape,
 )
+from echo.records.files import sync_path
 
 FORMAT = 1
 """Version of the code below. Raise the number with each change that changes the resulting model."""
@@ -314,6 +315,8 @@ def _write_result(path: Path, model: Qwen3ForCausalLM, result: WarmModel) -> War
             save_tiny_model(partial, model)
             (partial / "warmup.json").write_text(json.dumps(rates) + "\n", encoding="utf-8")
             partial.chmod(0o755)  # mkdtemp's directories are for one user only
+            for file in (*partial.iterdir(), partial):
+                sync_path(file)  # otherwise the name may reach the disk before the bytes
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
