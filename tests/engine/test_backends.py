@@ -37,6 +37,7 @@ from echo.engine.vllm.backend import (
     InlineBackend,
     ProcessBackend,
     Span,
+    _directory_for,
 )
 from echo.engine.vllm.engine import MAX_RESTARTS, VllmEngine
 from echo.engine.weights import Weights
@@ -232,6 +233,25 @@ def test_every_token_is_told_of_also_where_an_answer_comes_between_two_looks(
     requests = [request([1, 5], n, str(n)) for n in range(12)]
     engine.generate(requests, Sampling(1.0, 1.0, 0, 7, ()), watching(on_tokens=told.append))
     assert sum(told) == 12 * 7
+
+
+def test_what_killed_processes_were_handing_over_is_removed(
+    make_engine: Callable[..., VllmEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would take the memory of a whole version until the machine is started anew."""
+    monkeypatch.setattr(vllm_backend, "MEMORY", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("echo-weights-of-a-killed-one", "echo-weights-not-locked-yet", "of-others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "echo-weights-of-a-killed-one" / "lock").touch()
+    (tmp_path / "of-others" / "lock").touch()
+    with _directory_for(1) as directory:
+        make_engine()
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            (directory.name, "echo-weights-not-locked-yet", "of-others")
+        )
+    assert not directory.exists()
 
 
 def test_one_that_dies_again_and_again_is_given_up(engine: VllmEngine) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -48,6 +49,7 @@ from echo.engine.vllm.places import JoinedChanges, save_changes
 from echo.engine.vllm.plugin import VARIABLE, count_kills
 from echo.engine.vllm.starting import with_remedy
 from echo.engine.weights import WEIGHTS_FILE, Weights, save_safetensors
+from echo.records.files import is_locked
 
 # --- contract -------------------------------------------------------------------------------------
 #
@@ -562,6 +564,12 @@ MEMORY = Path("/dev/shm")
 HEADER_BYTES = 16 << 20
 """Upper bound of a tensor file's header (names and shapes)."""
 
+PREFIX = "echo-weights-"
+"""Beginning of the names of directories with files for vLLM."""
+
+LOCK = "lock"
+"""Name of a file in such a directory. The process that hands the files over has locked it."""
+
 
 def hand_over_adapter(
     backend: Backend, tensors: Mapping[str, Tensor], lora: Lora, slot: VersionSlot
@@ -593,15 +601,39 @@ def _directory_for(num_bytes: int) -> Iterator[Path]:
     try:
         needed = num_bytes + HEADER_BYTES
         has_space = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= needed
-        with tempfile.TemporaryDirectory(
-            prefix="echo-", dir=MEMORY if has_space else None
-        ) as directory:
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=PREFIX, dir=MEMORY if has_space else None
+            ) as directory,
+            _lock_in(Path(directory)),
+        ):
             yield Path(directory)
     except OSError as error:
         raise EngineError(
             f"no space to hand the weights to vLLM: {error}; free {format_bytes(needed)} in "
             f"{MEMORY} (of a container: docker run --shm-size) or {tempfile.gettempdir()}"
         ) from error
+
+
+@contextmanager
+def _lock_in(directory: Path) -> Iterator[None]:
+    """Have a locked file in a directory, so that `remove_leftovers` leaves the directory alone."""
+    with (directory / f".{LOCK}").open("w") as file:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (directory / f".{LOCK}").rename(directory / LOCK)  # so it is never seen unlocked
+        yield
+
+
+def remove_leftovers() -> None:
+    """Remove the directories of processes that were killed while they handed weights to vLLM.
+
+    In /dev/shm, such a directory would keep the memory of a whole version.
+    """
+    for place in {MEMORY, Path(tempfile.gettempdir())}:
+        for lock in place.glob(f"{PREFIX}*/{LOCK}"):
+            if not is_locked(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 # --- crash reason ---------------------------------------------------------------------------------

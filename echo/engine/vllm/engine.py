@@ -84,6 +84,7 @@ from echo.engine.vllm.backend import (
     HandedOver,
     adapter_request,
     hand_over_adapter,
+    remove_leftovers,
 )
 from echo.engine.vllm.launcher import Launcher
 from echo.engine.vllm.places import join_changes
@@ -582,6 +583,7 @@ class VllmEngine(Engine):
         """Number of likely ids to request for each token if the sampling truncates."""
         self.space = CacheCapacity()
         """Free capacity of vLLM's KV cache and batch, shared by all calls."""
+        remove_leftovers()
         self._backend = self._start(is_first=True)
         self.num_versions = self._launcher.num_versions
         self._installed: InstalledVersion | VersionSlots = (
