@@ -235,6 +235,17 @@ def test_every_token_is_told_of_also_where_an_answer_comes_between_two_looks(
     assert sum(told) == 12 * 7
 
 
+def test_the_versions_of_old_tags_are_forgotten(
+    tiny_model_dir: Path, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._versions, "max_entries", 3)
+    weights = load_directory(tiny_model_dir, "float32")
+    for version in (V2, V1) * 4:
+        engine.load(weights, version)
+    assert len(engine._versions) == 3
+    assert_samples(engine, 1)
+
+
 def test_what_killed_processes_were_handing_over_is_removed(
     make_engine: Callable[..., VllmEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from echo.core.errors import EngineError
 from echo.core.rollout import PolicyVersion
+from echo.core.timers import RecentMap
 from echo.core.token_sets import MAX_SET_IDS, TOO_LARGE, TokenSets
 from echo.engine.engine import (
     UNVERSIONED,
@@ -444,6 +445,10 @@ engine fails.
 """
 
 
+MAX_TAGS = 1 << 14
+"""Number of installations whose version is remembered. No rollout has tokens of as many."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Installed:
     tensors: Mapping[str, Tensor]
@@ -570,7 +575,8 @@ class VllmEngine(Engine):
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._tag = ""
-        self._versions: dict[str, PolicyVersion | None] = {}
+        self._versions = RecentMap[str, PolicyVersion | None](max_entries=MAX_TAGS)
+        """The version of each tag; None if the weights failed the probe."""
         self._good: _Installed | None = None
         self._patch_fault = ""
         """The last logged reason why vLLM cannot take patches."""
@@ -707,7 +713,9 @@ class VllmEngine(Engine):
         Raises:
             KeyError: while the probe of these weights runs.
         """
-        return self._versions[tag]
+        if tag not in self._versions:
+            raise KeyError(tag)
+        return self._versions.get(tag)
 
     def support_of(self, sample: BackendOutput, num_ids: int) -> TokenSets:
         """Return the supports of a sample.
@@ -964,7 +972,8 @@ class VllmEngine(Engine):
             raise EngineError("the engine is closed")
         self._num_restarts += 1
         # vLLM may have died during a probe: samples held for its result are then sampled again.
-        self._versions.setdefault(self._tag, None)
+        if self._tag not in self._versions:
+            self._versions[self._tag] = None
         backend = self._backend
         backend.close()
         if backend.death is not None and self._launcher.reduce(backend.death, backend.facts):
