@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -429,6 +431,34 @@ def test_weights_go_through_memory_or_where_that_has_no_space_through_the_disk(
     with pytest.raises(EngineError, match=message):
         process.update(weights, "2", clears_cache=True)
     assert process.death is None
+
+
+def wait_for_a_process() -> None:
+    """Start one as vLLM does, and wait for its answer, which does not come."""
+    process = get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore_DP0")
+    process.start()
+    process.join()
+    raise RuntimeError("Engine core initialization failed.")
+
+
+class Late(ProcessBackend):
+    async def _start(self, arguments: Mapping[str, Any]) -> None:
+        wait_for_a_process()
+
+
+def test_a_process_that_does_not_start_in_time_does_not_keep_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_backend, "START_TIMEOUT_S", 0.3)
+    other = get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
+    other.start()  # of another engine
+    try:
+        with pytest.raises(EngineDeadError, match=r"vLLM does not start: no answer in 0.3 s"):
+            Late({})
+        assert active_children() == [other]
+    finally:
+        other.kill()
+        other.join()
 
 
 CALLS: list[Callable[[Backend], object]] = [

@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import active_children, resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -691,6 +691,9 @@ class CrashReason:
 
 CLOSE_TIMEOUT_S = 20.0
 
+PROCESS_NAME = "EngineCore"
+"""Beginning of the names of the processes that vLLM starts in ours. They start all others."""
+
 
 class ProcessBackend(Backend):
     """vLLM in its own processes: an AsyncLLM and the thread of its event loop."""
@@ -707,6 +710,7 @@ class ProcessBackend(Backend):
         self._arguments = arguments
         self._tasks: set[asyncio.Task[Any]] = set()
         self._crash_reason = CrashReason()
+        before = active_children()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True, name="vllm-client")
         self._thread.start()
@@ -717,6 +721,11 @@ class ProcessBackend(Backend):
             late = f"no answer in {START_TIMEOUT_S:g} s"
             reason = late if is_late else f"{type(error).__name__}: {error}"
             why = self._crash_reason.read() or reason
+            # If vLLM is late, our thread waits for its process, which holds the GPU. While this
+            # process starts, it does not react to SIGTERM.
+            for process in active_children():
+                if process.name.startswith(PROCESS_NAME) and process not in before:
+                    process.kill()
             self._stop_loop()
             raise EngineDeadError(f"vLLM does not start: {with_remedy(why)}") from error
         self.facts = read_facts(self._engine.vllm_config)
