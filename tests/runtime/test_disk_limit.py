@@ -205,6 +205,15 @@ def test_the_best_does_not_make_groups_wait_for_ever(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoints_on_another_disk_do_not_count(tmp_path: Path) -> None:
+    run_dir, other_disk = tmp_path / "run", tmp_path / "other"
+    for directory in (run_dir / "groups", other_disk / "step_00000001"):
+        directory.mkdir(parents=True)
+        (directory / "file").write_bytes(bytes(1000))
+    (run_dir / "checkpoints").symlink_to(other_disk)
+    assert measure(run_dir) == {"groups/file": 1000}
+
+
 @pytest.mark.parametrize(
     "number",
     [0, pytest.param(1, marks=pytest.mark.matrix), pytest.param(2, marks=pytest.mark.matrix)],

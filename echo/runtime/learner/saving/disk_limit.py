@@ -125,7 +125,8 @@ class DiskLimit:
 def measure(run_dir: Path) -> dict[str, int]:
     """Return the size in bytes of each entry of a run's directory, by relative path.
 
-    The size of a directory includes all its files. In the directories of groups, checkpoints and
+    The size of a directory includes all its files, but not those behind a symbolic link, which may
+    lead to another disk. In the directories of groups, checkpoints and
     versions, each entry is listed separately.
     """
     sizes: Counter[str] = Counter()
