@@ -22,6 +22,7 @@ import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from echo import __version__
@@ -637,6 +638,11 @@ def node_name(role: str, given: str | None) -> str:
         return given
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:24] or "host"
     return f"{role}-{host}-{secrets.token_hex(2)}"
+
+
+def worker_dir(run_dir: Path, node_id: str) -> Path:
+    """Return the directory in which a worker keeps its own files."""
+    return run_dir / "workers" / node_id
 
 
 def advertised(listen: str | None, advertise: str | None) -> str | None:

@@ -456,6 +456,23 @@ def test_a_worker_that_finds_nobody_gives_up(
     assert "no learner reached" in (config.parent / "run" / "logs" / "lonely.log").read_text()
 
 
+def test_the_files_of_a_worker_go_with_a_name_that_was_drawn(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["--role", "worker", "--set", "network.reconnect_for_s=0.1"]
+    own = ["--config", config, "--set", "worker.connect=tcp://127.0.0.1:9",
+           "--set", "security.curve=false"]  # fmt: skip
+    assert run(*line, *own) == run(*line, *own, "--set", "worker.name=given") == 4
+    run_dir = config.parent / "run"
+    assert [path.name for path in (run_dir / "workers").iterdir()] == ["given"]
+    assert len(list((run_dir / "logs").iterdir())) == 2
+    monkeypatch.chdir(config.parent)
+    monkeypatch.setenv("ECHO_JOIN", JOIN)
+    assert run(*line) == 4
+    assert len(list(Path("runs").glob("worker-*/logs/worker-*.log"))) == 1
+    assert list(Path("runs").glob("*/workers/*")) == []
+
+
 def test_a_worker_shows_its_status_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(node_module, "REFRESH_S", 0.0)

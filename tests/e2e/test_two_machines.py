@@ -197,7 +197,8 @@ def test_the_page_works_with_nothing_on_the_worker_but_checkout_and_join_string(
         assert join.startswith("tcp://10.0.0.5:7700#")
         nodes.append(between.start("relay", config, join))
         connect = ["tcp://10.0.0.6:7701", "tcp://10.0.0.5:7700"]
-        nodes.append(second.start("worker", config, join, **{"worker.connect": connect}))
+        named = {"worker.connect": connect, "worker.name": "w1"}  # so that its files stay
+        nodes.append(second.start("worker", config, join, **named))
         wait_for(lambda: not any(node.is_running for node in nodes))
         assert [node.process.returncode for node in nodes] == [0, 0, 0], logs()
     finally:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -862,10 +863,14 @@ def find_config_of(
         # log.
         name = node.node_name(role, getattr(parse_config({}, overrides, role), role).name)
         names = {"run": {"name": name.replace("/", "-")}, role: {"name": name}}
-        return parse_config(names, overrides, role, source="this node's name")
+        return parse_config(names, overrides, role, source=DRAWN_NAME)
     example = find_config("gsm8k.toml" if role == "learner" else "two-machines.toml")
     alone = "" if role == "learner" else f" Without one a {role} needs the run's {ECHO_JOIN}."
     raise ConfigError(f"--config FILE is missing; {example} is one to start from.{alone}")
+
+
+DRAWN_NAME = "this node's name"
+"""Source of the name that a node without a configuration file draws."""
 
 
 def check_ended(arguments: argparse.Namespace, config: Config) -> None:
@@ -1054,12 +1059,17 @@ def run_role(
             return run_rank(config, resume=resume, has_report=has_report, log_events=log_events)
         return run_learner(config, resume=resume, has_report=has_report, log_events=log_events)
     section = config.relay if role == "relay" else config.worker
+    is_drawn = section.name is None or config.sources.get(f"{role}.name") == DRAWN_NAME
     name = node.node_name(role, section.name)
     config = config.model_copy(update={role: section.model_copy(update={"name": name})})
     log = _node_log(config, name)
     with others_in_log(log):
         event_log = open_event_log(log_events, log)
-        return run_loop(_run_dialing(config, role, event_log, log), log)
+        try:
+            return run_loop(_run_dialing(config, role, event_log, log), log)
+        finally:
+            if is_drawn:  # the next process draws another name, so would never read these files
+                shutil.rmtree(node.worker_dir(config.run_dir, name), ignore_errors=True)
 
 
 def _node_log(config: Config, name: str, *, to_terminal: bool = True) -> logging.Logger:

@@ -143,7 +143,7 @@ def assemble_worker(
         terms=terms_of(config.worker, network),
         now=now,
     )
-    node_dir = config.run_dir / "workers" / settings.node_id
+    node_dir = wiring.worker_dir(config.run_dir, settings.node_id)
     try:
         node_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
