@@ -2,22 +2,22 @@
 
 Perfetto can show the trace; the format is Chrome's JSON trace events. The spans come from the
 ledger and the metrics, which the learner writes with its own clock. A worker's span begins when the
-learner grants a group, and ends when the learner accepts the group or ends the lease. The events
-within the span, such as reward calls, are not recorded. If spans of a worker overlap, they are in
-different rows.
+learner grants a group, and ends when the learner accepts the group or ends the lease. A lease that
+a resumed learner had to end has ended with the learner before. The events within the span, such as
+reward calls, are not recorded. If spans of a worker overlap, they are in different rows.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from echo.core.errors import ConfigError, DataError
 from echo.core.records import Cancelled, Discarded, Granted, Refused
-from echo.core.units import one_line
+from echo.core.units import counted, one_line
 from echo.records.ledger import (
     Accepted,
     ActivationChanged,
@@ -154,42 +154,73 @@ def _learner_events(rows: Iterable[MetricsRow], begin: float, end: float) -> Ite
             yield _span(name, 0, PUBLISHING, began_at, began_at + row["time/publish"])
 
 
+class _Ended(NamedTuple):
+    """A lease that has ended, how, and when in Unix seconds."""
+
+    lease: Granted
+    how: str
+    at: float
+
+
 class _Leases:
-    """The leases that workers hold according to the records of the ledger."""
+    """The leases that workers hold according to the records of the ledger.
+
+    A resumed learner accepts the results of open leases. It ends those whose workers have left.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Granted]] = {}
+        self._orphaned: dict[tuple[int, int], float] = {}
+        """(group, attempt) of a lease whose learner has ended -> time of its learner's last record.
+        """
+        self._last_at = 0.0
 
-    def end_by(self, record: AnyRecord) -> list[tuple[Granted, str]]:
-        """Return the leases that a record ends. Each comes with its outcome."""
+    def end_by(self, record: AnyRecord) -> list[_Ended]:
+        """Return the leases that a record ends."""
+        before, self._last_at = self._last_at, record.at
         match record:
             case Granted():
                 # The record of a lease that has expired is the grant of its group to another.
-                ended = [] if record.copy_of is not None else self._end_group(record.group)
+                is_copy = record.copy_of is not None
+                ended = (
+                    [] if is_copy else self._end_group(record.group, "not finished, granted again")
+                )
                 self._held.setdefault(record.group, {})[record.attempt] = record
-                return [(lease, "not finished, granted again") for lease in ended]
+                return ended
             case Accepted():
-                return self._end(record, f"accepted, {record.tokens} tokens")
+                return self._end(record, f"accepted, {counted(record.tokens, 'token')}")
             case Cancelled():
                 return self._end(record, "cancelled")
             case Refused():
                 return self._end(record, f"refused: {record.reason}")
             case Discarded():
-                how = f"discarded: {record.reason}"
-                return [(lease, how) for lease in self._end_group(record.group)]
+                return self._end_group(record.group, f"discarded: {record.reason}")
             case Began():
-                return self.end_all("the learner was resumed")
+                for group, leases in self._held.items():
+                    for attempt in leases:
+                        self._orphaned.setdefault((group, attempt), before)
         return []
 
-    def end_all(self, how: str) -> list[tuple[Granted, str]]:
-        return [(lease, how) for group in list(self._held) for lease in self._end_group(group)]
+    def end_all(self, *, at: float) -> list[_Ended]:
+        """Return the leases that no record ends, as if they ended at this time."""
+        self._last_at = at
+        return [
+            each for group in list(self._held) for each in self._end_group(group, "not ended yet")
+        ]
 
-    def _end(self, record: Accepted | Cancelled | Refused, how: str) -> list[tuple[Granted, str]]:
+    def _end(self, record: Accepted | Cancelled | Refused, how: str) -> list[_Ended]:
         lease = self._held.get(record.group, {}).pop(record.attempt, None)
-        return [] if lease is None else [(lease, how)]
+        return [] if lease is None else [_Ended(lease, how, record.at)]
 
-    def _end_group(self, group: int) -> list[Granted]:
-        return list(self._held.pop(group, {}).values())
+    def _end_group(self, group: int, how: str) -> list[_Ended]:
+        return [self._end_lease(lease, how) for lease in self._held.pop(group, {}).values()]
+
+    def _end_lease(self, lease: Granted, how: str) -> _Ended:
+        """Return the end of a lease whose worker delivered nothing."""
+        at = self._orphaned.get((lease.group, lease.attempt))
+        if at is not None:
+            return _Ended(lease, "the learner ended", at)
+        return _Ended(lease, how, self._last_at)
 
 
 def _lease_events(
@@ -199,23 +230,21 @@ def _lease_events(
 
     Workers are added to `nodes` with their process numbers in the trace.
     """
-    leases = _Leases()
-    rows: dict[str, _Rows] = {}
-
-    def span(lease: Granted, how: str, at: float) -> Event:
-        pid = nodes.setdefault(lease.worker, len(nodes))
-        row = rows.setdefault(lease.worker, _Rows()).take(lease.at, at)
-        name, facts = f"group {lease.group}", {"attempt": lease.attempt, "end": how}
-        return _span(name, pid, row, lease.at, at, **facts)
-
+    leases, ended = _Leases(), list[_Ended]()
     for record in read_records(run.run_dir):
         if record.at > end:
             continue
-        ended = leases.end_by(record)
+        ended += leases.end_by(record)
         if record.at >= begin:
-            yield from (span(lease, how, record.at) for lease, how in ended)
             yield from _marks(record)
-    yield from (span(lease, how, end) for lease, how in leases.end_all("not ended yet"))
+    ended += leases.end_all(at=end)
+    rows: dict[str, _Rows] = {}
+    for lease, how, at in sorted(ended, key=lambda each: each.at):
+        if at >= begin:
+            pid = nodes.setdefault(lease.worker, len(nodes))
+            row = rows.setdefault(lease.worker, _Rows()).take(lease.at, at)
+            name, facts = f"group {lease.group}", {"attempt": lease.attempt, "end": how}
+            yield _span(name, pid, row, lease.at, at, **facts)
 
 
 def _marks(record: AnyRecord) -> Iterator[Event]:

@@ -340,24 +340,30 @@ def test_every_lease_ends_in_the_way_that_the_ledger_has(run_dir: Path) -> None:
 
     rows: list[dict[str, Any]] = [
         *(granted(1, 0), granted(1, 1), granted(1, 2, copy_of=1)),
-        *(granted(2, 0), granted(3, 0), granted(4, 0)),
+        *(granted(2, 0), granted(3, 0), granted(4, 0), granted(5, 0), granted(6, 0)),
         {"kind": "cancelled", "group": 1, "attempt": 1, "at": 1002.0},
         {"kind": "refused", "group": 2, "attempt": 0, "reason": "stale", "at": 1003.0},
         {"kind": "discarded", "group": 3, "reason": "lost", "at": 1004.0},
+        # A resume: the worker of group 5 has stayed, those of groups 1, 4 and 6 have left.
         {"kind": "lineage", "lineage": 2, "fork_step": 8, "at": 1005.0},
+        {"kind": "accepted", "group": 5, "attempt": 0, "tokens": 9, "at": 1006.0},
+        {"kind": "granted", "group": 4, "attempt": 1, "worker": "w2", "at": 1007.0},
     ]
     write_ledger(run_dir, rows)
     events = json.loads(render_trace(read_run(run_dir), ALL))["traceEvents"]
-    ends = [(e["name"], e["args"]["attempt"], e["args"]["end"]) for e in events if e["pid"] == 1
-            and e["ph"] == "X"]  # fmt: skip
+    leases = [e for e in events if e["pid"] == 1 and e["ph"] == "X"]
+    ends = [(e["name"], e["args"]["attempt"], e["args"]["end"]) for e in leases]
     assert ends == [
         ("group 1", 0, "not finished, granted again"),
         ("group 1", 1, "cancelled"),
         ("group 2", 0, "refused: stale"),
         ("group 3", 0, "discarded: lost"),
-        ("group 1", 2, "the learner was resumed"),
-        ("group 4", 0, "the learner was resumed"),
+        ("group 4", 0, "the learner ended"),
+        ("group 1", 2, "the learner ended"),
+        ("group 6", 0, "the learner ended"),
+        ("group 5", 0, "accepted, 9 tokens"),
     ]
+    assert {e["dur"] for e in leases if e["args"]["end"] == "the learner ended"} == {3_000_000}
 
 
 def test_a_trace_that_is_too_large_is_refused(
