@@ -17,6 +17,7 @@ from echo.engine.model import load_directory
 from echo.engine.vllm import probe as vllm_probe
 from echo.engine.vllm.probe import ALLOWED, NUM_ROUNDINGS, START_TOKENS, SwapProbe
 from echo.engine.weights import publish_image, tensors_from_image
+from tests.runtime.families import save_family
 
 MakeTinyModel = Callable[..., Path]
 
@@ -98,6 +99,19 @@ def test_16_bits_are_compared_in_float32_as_far_as_rounding_was_measured(
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # of transformers, about itself
+def test_what_a_version_has_in_float32_is_not_rounded(tmp_path: Path) -> None:
+    """The biases of routers; rounded to 16 bits, these would choose other experts."""
+    weights = load_directory(save_family(tmp_path, "glm4_moe"), "bfloat16")
+    weights |= scaled({name: t for name, t in weights.items() if ".experts." in name}, 8)
+    [bias] = [name for name, tensor in weights.items() if tensor.dtype == torch.float32]
+    weights[bias] = torch.tensor([7.513, 7.505, 7.501, 7.512])
+    assert len(weights[bias].bfloat16().unique()) == 1
+    found = SwapProbe(tmp_path, "bfloat16").expected(weights)
+    expected, _ = reference(tmp_path, weights, found.prompt_ids)
+    np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
+
+
 def test_large_layers_are_made_wider_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_probe, "MAX_WIDENED", 1000)
     layer, values = torch.nn.Linear(64, 48).bfloat16(), torch.ones(3, 64).bfloat16()

@@ -227,8 +227,10 @@ class SwapProbe:
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         if self._adapter is None:
-            check_weights(self.model.state_dict(), tensors)
-            cast = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
+            own = self.model.state_dict()
+            check_weights(own, tensors)
+            # Not the engine's dtype: a router's bias stays in float32, as in vLLM.
+            cast = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items()}
             self.model.load_state_dict(cast, strict=False, assign=True)
             self.model.tie_weights()
         else:
