@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echo.core.units import format_duration
@@ -30,21 +30,36 @@ class Stall:
     """Seconds for which the learner waited in the steps of the stall."""
     is_open: bool
     """Whether the wait was still going on when the row with the newest explanation was written."""
+    is_superseded: bool
+    """Whether the learner was resumed after the wait, and made the step only then. `waited_s` is
+    then 0, because the duration of the wait is not recorded."""
 
 
 def stalls_of(history: MetricsHistory) -> list[Stall]:
     """Return the stalls of a run, oldest first."""
+    steps = {row["step"]: row for row in history.train}
     parts: list[list[MetricsRow]] = []
+    last: tuple[str, bool] | None = None
     for row in history.explained:
-        before = parts[-1][-1] if parts else None
-        is_next = before is not None and row["step"] <= before["step"] + MAX_GAP_STEPS
-        if before is None or not is_next or before["explain"]["cause"] != row["explain"]["cause"]:
+        kind = row["explain"]["cause"], _is_superseded(row, steps)
+        if kind != last or row["step"] > parts[-1][-1]["step"] + MAX_GAP_STEPS:
             parts.append([])
         parts[-1].append(row)
-    return [_stall(rows, history) for rows in parts]
+        last = kind
+    return [_stall(rows, history, is_superseded=_is_superseded(rows[0], steps)) for rows in parts]
 
 
-def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
+def _is_superseded(row: MetricsRow, steps: Mapping[int, MetricsRow]) -> bool:
+    """Return whether the learner was resumed between the explained wait and its step."""
+    step = _step_of(row)
+    made, before = steps.get(step), steps.get(step - 1, {})
+    if made is None or made.get("lineage", 1) == before.get("lineage", 1):
+        return False
+    is_earlier: bool = row["time"] < made["time"] - (made.get("time/step") or 0.0)
+    return is_earlier
+
+
+def _stall(rows: Sequence[MetricsRow], history: MetricsHistory, *, is_superseded: bool) -> Stall:
     first, last = _step_of(rows[0]), _step_of(rows[-1])
     found = rows[-1]["explain"]
     is_open = last > (history.train or [{"step": 0}])[-1]["step"]
@@ -56,8 +71,11 @@ def _stall(rows: Sequence[MetricsRow], history: MetricsHistory) -> Stall:
         text=found["text"],
         first_step=first,
         last_step=last,
-        waited_s=sum(row.get("time/wait_for_batch") or 0.0 for row in steps),
+        waited_s=0.0
+        if is_superseded
+        else sum(row.get("time/wait_for_batch") or 0.0 for row in steps),
         is_open=is_open,
+        is_superseded=is_superseded,
     )
 
 

@@ -62,6 +62,24 @@ def test_an_explanation_during_a_wait_belongs_to_the_step_that_waited(
     assert "\nstep 1, 5s waited: no_worker\n" in capsys.readouterr().out
 
 
+def test_a_wait_before_a_resume_is_told_beside_that_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {}, last="no_worker")
+    step = {"step": 11, "lineage": 2, "time": 900.0, "reward/mean": 0.5, "time/step": 70.0,
+            "time/wait_for_batch": 65.0}  # fmt: skip
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        print(
+            json.dumps({"step": 10, "time": 890.0, "explain": explanation("no_worker")}), file=file
+        )
+        print(json.dumps(step), file=file)
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no_worker\n") == 4, "two stalls, with their texts"
+    assert "\nafter step 10, before a resume: no_worker\n" in out
+    assert "\nstep 11, 1.08min waited: no_worker\n" in out
+
+
 def test_a_run_without_stalls_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, {})
     assert main([str(tmp_path)]) == 0

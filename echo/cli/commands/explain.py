@@ -50,6 +50,8 @@ def _run(arguments: Namespace, console: Console) -> int:
 def _when(stall: Stall) -> str:
     if stall.is_open:
         return f"after step {stall.last_step - 1}, and the wait had not ended"
+    if stall.is_superseded:
+        return f"after step {stall.last_step - 1}, before a resume"
     steps = f"step {stall.first_step}"
     if stall.last_step > stall.first_step:
         steps = f"steps {stall.first_step} to {stall.last_step}"

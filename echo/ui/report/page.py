@@ -293,7 +293,9 @@ def _stall_tables(run: ReportedRun) -> Iterator[Table]:
             rows=[
                 [
                     _span(stall.first_step, stall.last_step),
-                    format_duration(stall.waited_s) + (", not ended" if stall.is_open else ""),
+                    "before a resume"
+                    if stall.is_superseded
+                    else format_duration(stall.waited_s) + (", not ended" if stall.is_open else ""),
                     one_line(stall.text),
                     one_line(stall.setting) or NO_VALUE,
                 ]
