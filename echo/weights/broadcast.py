@@ -434,7 +434,8 @@ class Broadcast:
         """Drop the items that are needed neither by this node nor by a child."""
         self._evicted_at = now
         self._sender.forget_silent(now)
-        self.trust.retire(self.newest_complete, self.receiver.offers.items())
+        offered, encoded = self.receiver.offers.items(), self._store.encoded_versions
+        self.trust.retire(self.newest_complete, [*offered, *encoded])
         lacks_space = self.receiver.space.is_lacking
         if eviction.is_lean(self._store) and not lacks_space:
             return []

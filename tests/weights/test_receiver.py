@@ -604,7 +604,7 @@ def test_an_image_is_taken_though_its_manifest_was_forgotten_while_it_was_hashed
     signed, manifest, image = published(1)
     frame = encode_signed(signed)
     assert broadcast.trust.manifest(v(1), frame) == manifest
-    broadcast.trust.retire(v(3))  # as newer versions do that have come meanwhile
+    broadcast.trust.retire(v(3), ())  # as newer versions do that have come meanwhile
     storage = rooms.create(v(1), frame, manifest.num_bytes)
     storage[:] = image
     broadcast.recover(v(1), frame, storage, bytearray(b"\x01" * manifest.num_chunks), now=0.0)
@@ -689,6 +689,20 @@ def test_a_node_with_space_for_two_images_gets_a_third() -> None:
             net.settle()
         assert node.newest_complete == v(step)
     assert net.notes == [], "nothing is wrong"
+
+
+def test_a_node_without_space_does_not_collect_manifests() -> None:
+    """Each takes megabytes if the image is large, and the node gets one for each version."""
+    net = full_node(base=None)
+    node = net.nodes["b"]
+    for step in range(2, 9):
+        run(net.publish(step)[:1])
+        net.settle()
+        net.perform("b", node.expect(v(step), now=net.now))
+        net.settle()
+        net.wait(node.receiver.link.stall_s)
+    assert node.newest_complete == v(0)
+    assert set(node.trust.manifests) == {v(0), v(8)}
 
 
 def test_its_own_parent_is_not_blamed() -> None:

@@ -114,9 +114,19 @@ class TrustedManifests:
                 max_bytes=self._max_image_bytes,
             )
 
-    def retire(self, oldest: PolicyVersion | None, offered: Iterable[ItemId] = ()) -> None:
-        """Forget the manifests of versions before `oldest`, except those of images in `offered`."""
-        kept = {version for version, form in offered if form == FULL}
-        old = [v for v in self.manifests if oldest is not None and v < oldest and v not in kept]
-        for version in old:
+    def retire(self, newest: PolicyVersion | None, needed: Iterable[ItemId]) -> None:
+        """Forget the manifests of all versions except those of items in `needed`, and of `newest`.
+
+        Of the versions before `newest`, only those of images in `needed` are kept.
+
+        Args:
+            newest: the newest complete version; None if there is none.
+            needed: the items that the parent offers, and the encoded versions on this node.
+        """
+        kept = {
+            version
+            for version, form in needed
+            if form == FULL or newest is None or version > newest
+        }
+        for version in self.manifests.keys() - kept - {newest}:
             del self.manifests[version]
