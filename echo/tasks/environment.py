@@ -205,12 +205,13 @@ class ToolEnvironment(Environment):
 
     def reply(self, state: ToolState, text: str) -> list[Message] | None:
         """Make the tool calls of a turn, and return their results; None if there are no calls."""
-        state.texts.append(text)
         functions = {function.__name__: function for function in self.functions()}
         results = [
             {"role": "tool", "name": call.name, "content": _carry_out(call, functions)}
             for call in find_calls(text)
         ]
+        # The text is added only now, since after a lost connection `reply` is called again.
+        state.texts.append(text)
         return results or None
 
     def outcome(self, state: ToolState) -> Reward:

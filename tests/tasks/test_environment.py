@@ -61,9 +61,10 @@ def test_an_episode_with_tools() -> None:
     assert said == [{"role": "tool", "name": "add", "content": "3"}]
     assert task.reply(state, "It is 3.") is None
     assert task.outcome(state) == 1.0
-    # A lost connection is the environment's fault.
+    # A lost connection is the environment's fault, and its turn has not happened.
     with pytest.raises(ConnectionRefusedError):
-        replies(call("connect", '{"host": "judge"}'))
+        task.reply(state, call("connect", '{"host": "judge"}'))
+    assert state.texts[1:] == ["It is 3."]
 
 
 @pytest.mark.parametrize(
