@@ -44,9 +44,10 @@ The policy writes a call as the Qwen and Hermes families do:
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-The chat template gets a JSON schema of each function, made from its signature and docstring. A turn
-without a call is the last turn. A wrong call (an unknown name, wrong arguments) and an exception of
-a function are answered with an error message. Connection errors are retried, as in every task.
+The chat template gets a JSON schema of each function, made from its signature and docstring. A
+function may be `async`. A turn without a call is the last turn. A wrong call (an unknown name,
+wrong arguments) and an exception of a function are answered with an error message. Connection
+errors are retried, as in every task.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -203,19 +204,38 @@ class ToolEnvironment(Environment):
     def begin(self, example: Example) -> ToolState:
         return ToolState(example)
 
-    def reply(self, state: ToolState, text: str) -> list[Message] | None:
-        """Make the tool calls of a turn, and return their results; None if there are no calls."""
+    def reply(
+        self, state: ToolState, text: str
+    ) -> list[Message] | Awaitable[list[Message] | None] | None:
+        """Make the tool calls of a turn, and return their results; None if there are no calls.
+
+        If a function is async, the result is awaitable.
+        """
         functions = {function.__name__: function for function in self.functions()}
-        results = [
-            {"role": "tool", "name": call.name, "content": _carry_out(call, functions)}
-            for call in find_calls(text)
-        ]
-        # The text is added only now, since after a lost connection `reply` is called again.
-        state.texts.append(text)
-        return results or None
+        results = [(call, _carry_out(call, functions)) for call in find_calls(text)]
+        if any(inspect.isawaitable(result) for _, result in results):
+            return _when_known(state, text, results)
+        return _results_of(state, text, results)
 
     def outcome(self, state: ToolState) -> Reward:
         return self.score(state.example, state.texts)
+
+
+def _results_of(
+    state: ToolState, text: str, results: Sequence[tuple[ToolCall, object]]
+) -> list[Message] | None:
+    # The text is added only now, since after a lost connection `reply` is called again.
+    state.texts.append(text)
+    return [
+        {"role": "tool", "name": call.name, "content": result} for call, result in results
+    ] or None
+
+
+async def _when_known(
+    state: ToolState, text: str, results: Sequence[tuple[ToolCall, str | Awaitable[str]]]
+) -> list[Message] | None:
+    known = [(call, each if isinstance(each, str) else await each) for call, each in results]
+    return _results_of(state, text, known)
 
 
 def schema_of(function: Callable[..., object]) -> dict[str, Any]:
@@ -252,7 +272,7 @@ def _schema_of_type(hint: Any) -> dict[str, Any]:
     return {"type": "object"} if (origin or hint) is dict else {}
 
 
-def _carry_out(call: ToolCall, functions: dict[str, Callable[..., object]]) -> str:
+def _carry_out(call: ToolCall, functions: dict[str, Callable[..., object]]) -> str | Awaitable[str]:
     if call.fault:
         return f"error: {call.fault}"
     function = functions.get(call.name)
@@ -271,4 +291,17 @@ def _carry_out(call: ToolCall, functions: dict[str, Callable[..., object]]) -> s
         raise
     except Exception as error:  # noqa: BLE001 -- the policy learns what its call has led to
         return f"error: {type(error).__name__}: {error}"
+    return _when_done(result) if inspect.isawaitable(result) else _as_text(result)
+
+
+async def _when_done(result: Awaitable[object]) -> str:
+    try:
+        return _as_text(await result)
+    except (RetryCall, ConnectionError, TimeoutError):
+        raise
+    except Exception as error:  # noqa: BLE001 -- the policy learns what its call has led to
+        return f"error: {type(error).__name__}: {error}"
+
+
+def _as_text(result: object) -> str:
     return result if isinstance(result, str) else json.dumps(result, default=str)

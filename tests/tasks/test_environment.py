@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -28,9 +29,17 @@ def connect(host: str) -> str:
     raise ConnectionRefusedError(host)
 
 
+async def fetch(page: str) -> list[str]:
+    """Fetch a page."""
+    await asyncio.sleep(0)
+    if page == "judge":
+        raise ConnectionRefusedError(page)
+    return [{"1": "one"}[page]]
+
+
 class Calculator(ToolEnvironment):
     def functions(self) -> list[Callable[..., object]]:
-        return [add, divide, connect]
+        return [add, divide, connect, fetch]
 
     def example(self, index: int, *, split: str) -> Example:
         return Example(index=index, split=split, prompt="1+2?", answer="3")
@@ -50,6 +59,7 @@ def call(name: str, arguments: str) -> str:
 def replies(text: str) -> list[str]:
     task = Calculator()
     messages = task.reply(task.begin(task.example(0, split="train")), text)
+    assert not isinstance(messages, Awaitable)
     return [message["content"] for message in messages or ()]
 
 
@@ -67,11 +77,33 @@ def test_an_episode_with_tools() -> None:
     assert state.texts[1:] == ["It is 3."]
 
 
+def test_asynchronous_tools_are_awaited() -> None:
+    task = Calculator()
+    state = task.begin(task.example(0, split="train"))
+
+    def reply(*calls: str) -> list[str]:
+        async def main() -> Any:
+            said = task.reply(state, "".join(calls))
+            assert isinstance(said, Awaitable)
+            return await said
+
+        return [message["content"] for message in asyncio.run(main())]
+
+    one, two, judge = (call("fetch", f'{{"page": "{page}"}}') for page in ("1", "2", "judge"))
+    assert reply(one, call("add", '{"a": 1}'), two) == ['["one"]', "2", "error: KeyError: '2'"]
+    with pytest.raises(ConnectionRefusedError):
+        reply(judge)
+    assert len(state.texts) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         (call("add", '{"a": 4}') + call("divide", '{"a": 1, "b": 2}'), ["5", "0.5"]),
-        (call("ad", "{}"), ["error: no tool 'ad' (did you mean 'add'?); there are add, divide,"]),
+        (
+            call("ad", "{}"),
+            ["error: no tool 'ad' (did you mean 'add'?); there are add, divide, connect, fetch"],
+        ),
         (call("add", '{"c": 4}'), ["error: add: missing a required argument: 'a'"]),
         (call("divide", '{"a": 1, "b": 0}'), ["error: ZeroDivisionError: division by zero"]),
         ("<tool_call>{oops</tool_call>", ["error: a call is a JSON object with"]),
