@@ -177,6 +177,7 @@ class _Session:
         """
         request = self._requests.get()
         if isinstance(request, BaseException):
+            self._requests.put(request)  # for the same call again, if a connection was lost
             raise request
         if request is not None:
             self._conversation = _plain(request)
@@ -220,7 +221,8 @@ class _Session:
     def _answer(self, text: str | None) -> None:
         turn = self._turn
         assert turn is not None
-        _loop().call_soon_threadsafe(turn.set_result, text)
+        if not turn.done():  # done if an error has ended the environment, and the call is repeated
+            _loop().call_soon_threadsafe(turn.set_result, text)
 
     async def sample(self, prompt: list[Any]) -> str | None:
         """Ask the policy for a turn, and return its text.

@@ -15,7 +15,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.extras import install_command
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import Limits, PoolHost, RewardError
-from echo.tasks.task import Reward, load_task
+from echo.tasks.task import Example, Reward, load_task
 from echo.tasks.verifiers import VerifiersTask, _Session
 
 ENV = "tests.tasks.verifiers_envs"
@@ -114,6 +114,25 @@ def test_an_environment_that_rewrites_what_was_said_is_refused(said: list[str]) 
     session._answer = lambda text: None  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="rewrites what was said before"):
         session.reply("2")
+
+
+@pytest.mark.parametrize("method", ["reply", "outcome"])
+def test_a_lost_connection_of_an_environment_is_told_each_time_that_it_is_asked(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echo.tasks.verifiers._policy", lambda session: session)
+
+    async def run(row: object, session: _Session, *_: object) -> None:
+        await session.sample([{"role": "user", "content": "1"}])
+        raise ConnectionResetError("the judge is gone")
+
+    environment = SimpleNamespace(_run_rollout_state=run)
+    example = Example(index=0, split="train", prompt="1", info={"row": {}})
+    session = _Session(environment, example)
+    assert session.next_request()
+    for _ in range(3):  # its caller repeats a call whose connection is lost
+        with pytest.raises(ConnectionResetError, match="the judge is gone"):
+            session.reply("1") if method == "reply" else session.outcome()
 
 
 def test_a_split_without_rows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
