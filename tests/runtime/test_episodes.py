@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,13 +14,25 @@ import pytest
 from echo.config.schema import TaskSection
 from echo.core.rollout import PolicyVersion, Rollout
 from echo.core.token_sets import NOT_RECORDED
-from echo.engine.engine import Completion, FinishReason, Request, Sampling
+from echo.engine.engine import (
+    UNWATCHED,
+    Completion,
+    FinishReason,
+    Request,
+    Sampling,
+    Watcher,
+)
 from echo.engine.stop_strings import StopStrings
+from echo.leases.worker.held import Closed, HeldLeases
+from echo.leases.worker.outbox import Outbox
+from echo.roles.worker.sampling import EngineCall
 from echo.runtime.episodes import EpisodeRunner, Opening, turns_of
+from echo.runtime.worker.node import EpisodeWatcher
 from echo.tasks.environment import Environment
 from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example, load_task
 from tests.promises.world import StubEngine
+from tests.roles.harness import make_lease
 from tests.wire.sets import make_sets
 
 STOP = 0
@@ -125,6 +138,7 @@ def play(
     max_turns: Callable[[Example], int] = lambda _: 8,
     version: PolicyVersion | None = None,
     sampling: Sampling = SAMPLING,
+    watcher: Watcher = UNWATCHED,
 ) -> tuple[Results, Script, Counting, InlineHost]:
     engine, task, text = Script(lines), Counting(), Characters()
     host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
@@ -138,7 +152,7 @@ def play(
         )
         for number, size in enumerate(sizes)
     ]
-    results = runner.play(openings, sampling, version=version)
+    results = runner.play(openings, sampling, watcher, version=version)
     runner.close()
     return results, engine, task, host
 
@@ -172,6 +186,26 @@ def test_a_fault_ends_its_group_and_no_other(line: str, reason: str, what: str) 
     assert [rollout.reward for rollout in good] == [1.0]  # type: ignore[union-attr]
     assert [len(call) for call in engine.calls] == [3, 3, 1], "nobody goes on with a failed group"
     assert "NaN" not in task.heard
+
+
+def test_a_call_ends_as_soon_as_none_of_its_groups_is_wanted() -> None:
+    held = HeldLeases(Outbox(max_deliveries=2, retry_s=1.0))
+    for group_id in (0, 1):
+        held.add(make_lease(group_id))
+    groups = held.take(2, group_size=1)
+
+    def line(member: int, turn: int) -> str:
+        if turn:
+            held.handle(groups[turn - 1], Closed())  # another worker has finished it
+        return "?"
+
+    call = EngineCall(groups, num_awaited=2, ends_at=np.inf, version=None)
+    watcher = EpisodeWatcher(Mock(has_ended=False), call)
+    results, engine, task, _ = play(line, sizes=(1,), watcher=watcher)
+    assert len(engine.calls) == 3, "of eight turns"
+    assert len(task.heard) == 2
+    [fault] = results
+    assert isinstance(fault, RewardError)
 
 
 def test_what_is_sampled_stays_and_what_is_said_is_masked() -> None:

@@ -229,11 +229,18 @@ class NodeWatcher(Watcher):
 
 
 class EpisodeWatcher(NodeWatcher):
-    """Adds the progress of episodes to the progress of the engine call that plays them."""
+    """Adds the progress of episodes to their engine call, and stops a call that is not wanted."""
 
     def __init__(self, node: Node, call: EngineCall) -> None:
         super().__init__(node)
         self.call = call
+
+    def should_stop(self) -> bool:
+        """Return whether the node has ended, or the learner wants none of the call's groups.
+
+        A recalled call continues to its end, because no other worker has its environments.
+        """
+        return self.node.has_ended or not any(group.is_sampled for group in self.call.groups)
 
     def on_tokens(self, number: int) -> None:
         """Add `number` sampled tokens to the call's progress."""
