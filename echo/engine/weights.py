@@ -285,6 +285,9 @@ def changes(patch: Patch, image: memoryview, specs: Sequence[TensorSpec]) -> Ite
         specs: the place of each tensor in the image, in order of offset.
     """
     for number, block in patch.blocks.items():
+        has_no_words = block.where is not None and not block.where.size
+        if has_no_words and block.new_tail == block.old_tail:
+            continue  # such a block has words of 1 byte, unlike its tensors
         start = number * patch.block_bytes
         stop = min(start + patch.block_bytes, len(image))
         for spec in overlapping(specs, start, stop):

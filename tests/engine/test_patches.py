@@ -19,7 +19,7 @@ from echo.engine.engine import Sampling
 from echo.engine.hf import engine as hf_engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import load_directory
-from echo.engine.weights import publish_image, scatter, tensors_from_image
+from echo.engine.weights import changes, publish_image, scatter, tensors_from_image
 from echo.weights.manifest import TensorSpec
 from echo.weights.store.memory import RecycledMemory
 from echo.weights.store.patches import Patch
@@ -92,6 +92,18 @@ def begun(directory: Path, dtype: str, version: Version) -> TransformersEngine:
     engine = TransformersEngine(directory, dtype=dtype)
     engine.load(version.tensors(), V1)
     return engine
+
+
+def test_a_block_without_a_change_is_not_handed_over(directory: Path) -> None:
+    """Rows of an embedding whose tokens no answer has, or frozen layers."""
+    [first] = versions(directory, "bfloat16", 1)
+    second = first.copy()
+    spec = max(first.specs, key=lambda spec: spec.num_bytes)
+    assert spec.num_bytes > 2 * BLOCK_BYTES
+    memoryview(second.image)[spec.offset : spec.offset + 2] = b"\1\2"
+    [change] = changes(first.to(second), memoryview(second.image), second.specs)
+    assert (change.name, change.values.numel()) == (spec.name, 1)
+    assert list(changes(first.to(first), memoryview(first.image), first.specs)) == []
 
 
 @pytest.mark.parametrize(("published", "computed"), KINDS)
