@@ -246,16 +246,22 @@ def test_a_call_is_sampled_whatever_others_ask_for_and_not_once_its_caller_has_g
     assert [answer.request_id for answer in found.values()] == ["good", "longer", "hotter", "fine"]
 
 
-def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it() -> None:
-    engine: Any = SimpleNamespace(is_continuous=False, can_sample=lambda: False)
-    engine.generate = lambda *_, **__: 1 / 0
+@pytest.mark.parametrize("is_continuous", [False, True])
+@pytest.mark.parametrize("error", [EngineError("vLLM died 4 times"), ZeroDivisionError("4 times")])
+def test_an_engine_that_samples_nothing_any_more_ends_whoever_lends_it(
+    error: Exception, is_continuous: bool
+) -> None:
+    engine: Any = SimpleNamespace(is_continuous=is_continuous, can_sample=lambda: False)
+    engine.generate = Mock(side_effect=error)
 
     async def main() -> None:
         sampler = CallSampler(engine, UNWATCHED, threads=ThreadPools())
-        call = asyncio.create_task(sampler.sample(Request("r", PROMPT, 0), HOW))
-        with pytest.raises(ZeroDivisionError):
-            await sampler.run()
-        call.cancel()
+        calls = [sampler.sample(Request(name, PROMPT, 0), HOW) for name in ("r", "s")]
+        async with asyncio.timeout(60):
+            found = asyncio.gather(*calls, return_exceptions=True)
+            with pytest.raises(EngineError, match="4 times"):
+                await sampler.run()
+            assert {type(each) for each in await found} == {EngineError}, "they are answered"
 
     asyncio.run(main())
 

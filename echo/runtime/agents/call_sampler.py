@@ -40,7 +40,8 @@ class CallSampler:
         """Start without requests. The caller must run `run`."""
         self._engine = engine
         self._watcher = watcher
-        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Waiting | EchoError] = asyncio.Queue()
+        """The requests for `run`. An error says that the engine can no longer sample."""
         num_threads = MAX_CALLS if engine.is_continuous else 1
         self._pool = threads.pool("agent-call", num_threads)
 
@@ -65,13 +66,16 @@ class CallSampler:
 
         Each batch has the oldest waiting request, and all other waiting requests with the same
         settings.
+
+        Raises:
+            EchoError: if the engine can no longer sample, so that the node must end.
         """
         waiting: list[_Waiting] = []
         while True:
             if not waiting:
-                waiting.append(await self._queue.get())
+                waiting.append(_checked(await self._queue.get()))
             while not self._queue.empty():
-                waiting.append(self._queue.get_nowait())
+                waiting.append(_checked(self._queue.get_nowait()))
             waiting = [one for one in waiting if not one.answer.done()]  # its caller is gone
             if not waiting:
                 continue
@@ -98,14 +102,23 @@ class CallSampler:
                 one.answer.set_result(completion)
 
     async def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        generated = self._pool.run(lambda: self._engine.generate(requests, sampling, self._watcher))
+        generate = self._engine.generate
         try:
-            return await generated
-        except EchoError:
-            raise
+            return await self._pool.run(lambda: generate(requests, sampling, self._watcher))
         except Exception as error:
-            # Raise EngineError for one request, or end the node if the engine cannot sample any
-            # more.
-            if not await self._pool.run(self._engine.can_sample):
+            text = f"the engine has raised {describe_error(error)}"
+            can_sample = await self._pool.run(self._engine.can_sample)
+            if not can_sample:
+                text += " and cannot sample any more; restart the worker"
+            failure = error if isinstance(error, EchoError) else EngineError(text)
+            if not can_sample:
+                self._queue.put_nowait(failure)  # for `run`, which ends the node
+            if failure is error:
                 raise
-            raise EngineError(f"the engine has raised {describe_error(error)}") from error
+            raise failure from error
+
+
+def _checked(found: _Waiting | EchoError) -> _Waiting:
+    if isinstance(found, EchoError):
+        raise found
+    return found
