@@ -4,7 +4,8 @@
     GET  /v1/models
     POST /v1/chat/completions            logprobs; session: header X-Echo-Session, or
     POST /v1/completions                 /sessions/ID/v1/... for agents that know only a base URL
-    POST /v1/echo/sessions               {"wait_s": 30}    an episode; 204 none yet, 410 no more
+    POST /v1/echo/sessions               {"wait_s": 30}    an episode; 204 none yet, 410 no more;
+                                                           waits 1 to 60 seconds
     POST /v1/echo/sessions/ID/reward     {"reward": 1.0}   or an object with the reward's parts by
                                                            name; without a reward, the task's reward
                                                            function is called
@@ -76,6 +77,10 @@ TOKEN_S = 10.0
 MAX_UNKNOWN = 256
 KEEPALIVE_S = 75.0
 """Seconds that a connection may be idle between two requests."""
+MIN_WAIT_S = 1.0
+"""Seconds that a request for an episode waits at least. The learner must have the time to grant a
+lease, which the worker asks for only while an agent waits.
+"""
 MAX_WAIT_S = 60.0
 LINGER_S = 1.0
 """Seconds that running calls may still take when the node ends."""
@@ -279,7 +284,7 @@ class Endpoint:
     async def _begin(self, request: web.Request) -> web.Response:
         wait_s = _decode(await self._read(request), _Begin).wait_s
         try:
-            session = await self._agents.begin(wait_s=min(max(0.0, wait_s), MAX_WAIT_S))
+            session = await self._agents.begin(wait_s=min(max(MIN_WAIT_S, wait_s), MAX_WAIT_S))
         except StoppingError as error:
             return _error(410, str(error))
         return web.Response(status=204) if session is None else _json(session.opening)
