@@ -32,6 +32,8 @@ class Machines:
     gpu: str
     """The GPU's full name, such as "NVIDIA GeForce RTX 4090"."""
     num_gpus: int
+    is_spot: bool
+    """Whether the provider may take the machines away."""
     settings: Sequence[str]
     """The arguments of `--set` for each worker. NAME is a placeholder for the worker's name."""
     least: str
@@ -148,7 +150,7 @@ workdir: .
 resources:
   accelerators: {_sky_gpu(machines.gpu)}:{machines.num_gpus}
   disk_size: {max(machines.disk_gb, 50)}
-  use_spot: true
+  use_spot: {str(machines.is_spot).lower()}
 secrets:
   ECHO_JOIN: null
 setup: |

@@ -11,8 +11,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
-from echo.cli.commands.plan import _learner_commands, _signed, main, selection_text, to_json
+from echo.cli.commands.plan import (
+    _learner_commands,
+    _signed,
+    _worker_settings,
+    main,
+    selection_text,
+    to_json,
+)
 from echo.cli.parsers import node_parser
 from echo.config.fleet_file import parse_fleet, read_files
 from echo.config.load import load_config, parse_config
@@ -29,7 +37,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     text = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
         patch.setenv("COLUMNS", "120")
-        assert main([str(EXAMPLE), "--out", str(out)]) == 0
+        assert main([str(EXAMPLE), "--for", "skypilot", "--out", str(out)]) == 0
     return out, text.getvalue()
 
 
@@ -88,6 +96,28 @@ def test_the_commands_are_ones_that_a_node_takes(planned: tuple[Path, str]) -> N
             assert config.relay.price_per_h == 0.03
         if role == "worker":
             assert (config.worker.price_per_h, config.worker.price_per_gb) == (0.34, 0.005)
+            assert config.engine.kind == "vllm"  # the engine whose rates the plan estimates
+
+
+def test_a_file_for_the_place_of_renting_starts_workers_with_vllm(
+    planned: tuple[Path, str],
+) -> None:
+    out, text = planned
+    assert f"wrote {out / 'worker-fra-4090.skypilot.yaml'}, which starts workers" in text
+    task = yaml.safe_load((out / "worker-fra-4090.skypilot.yaml").read_text())
+    assert (task["num_nodes"], task["resources"]["use_spot"]) == (10, False)
+    line = task["run"].partition("bin/echo-node ")[2].replace("\\\n", "")
+    words = shlex.split(line)
+    arguments = node_parser().parse_args(words)
+    config = load_config(EXAMPLE.parents[1] / arguments.config, arguments.set, arguments.role)
+    assert config.engine.kind == "vllm"
+
+
+def test_a_worker_on_several_gpus_divides_the_model_among_them(tmp_path: Path) -> None:
+    path = changed_example(tmp_path, ('region = "frankfurt"', 'region = "frankfurt"\nnum_gpus = 2'))
+    request = parse_fleet(read_files([Path(path)]))
+    settings = _worker_settings(request, request.offers[0], "w")
+    assert "engine.options.tensor_parallel_size=2" in settings
 
 
 @pytest.mark.slow

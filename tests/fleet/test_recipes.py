@@ -25,6 +25,7 @@ MACHINES = Machines(
     count=3,
     gpu="NVIDIA GeForce RTX 4090",
     num_gpus=2,
+    is_spot=True,
     settings=[
         f"worker.name={NAME}",
         'worker.connect=["tcp://relay.example:7701", "tcp://learner.example:7700"]',
@@ -114,6 +115,7 @@ def test_skypilot_starts_one_worker_on_each_node(tmp_path: Path) -> None:
     task = yaml.safe_load(text_of("skypilot"))
     assert task["num_nodes"] == 3
     assert task["resources"]["accelerators"] == "RTX4090:2"
+    assert task["resources"]["use_spot"] is True
     assert task["secrets"] == {"ECHO_JOIN": None}
     [words] = run_script(task["run"], tmp_path, SKYPILOT_NODE_RANK="0")
     check_line(words, 1)

@@ -313,7 +313,8 @@ def commands_text(request: FleetRequest, plan: Provisioning) -> str:
     job, learner = plan.job, request.learner
     lines = [
         "commands (put your own configuration in place of configs/wan.toml; where relays and",
-        "workers run, set ECHO_JOIN to the line in runs/NAME/keys/join of the learner):",
+        "workers run, set ECHO_JOIN to the line in runs/NAME/keys/join of the learner; before a",
+        "worker, run bin/echo-setup --role worker --extra vllm):",
     ]
     lines.append(
         "  "
@@ -373,6 +374,7 @@ def recipes(request: FleetRequest, plan: Provisioning, kind: str, image: str) ->
             count=count,
             gpu=request.gpus[row.gpu].name,
             num_gpus=row.num_gpus,
+            is_spot=bool(row.losses_per_h),
             settings=_worker_settings(request, row, NAME),
             least=" ".join(f"{key}{value}" for key, value in least.items()),
             disk_gb=int(least["disk_space"].removeprefix(">=")),
@@ -396,7 +398,7 @@ def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[st
     relay = request.regions[row.region].relay
     parents = [relay.address] if relay else []
     connect = ", ".join(f'"{address}"' for address in [*parents, request.learner.address])
-    sets = [f"worker.name={name}", f"worker.connect=[{connect}]"]
+    sets = [f"worker.name={name}", f"worker.connect=[{connect}]", *_engine_settings(row.num_gpus)]
     sets += [override_of("network.region", row.region), f"worker.price_per_h={row.price_per_h:g}"]
     if row.price_per_gb:
         sets.append(f"worker.price_per_gb={row.price_per_gb:g}")
@@ -405,6 +407,16 @@ def _worker_settings(request: FleetRequest, row: OfferRow, name: str) -> list[st
     if row.can_listen:
         sets += ["worker.listen=tcp://0.0.0.0:7702", f"worker.advertise=tcp://{name}:7702"]
     return sets
+
+
+def _engine_settings(num_gpus: int) -> list[str]:
+    """Return the settings of a planned worker's engine, vLLM on all GPUs of the machine.
+
+    The rates that the plan estimates are rates of vLLM.
+    """
+    if num_gpus == 1:
+        return ["engine.kind=vllm"]
+    return ["engine.kind=vllm", f"engine.options.tensor_parallel_size={num_gpus}"]
 
 
 def node_command(role: str, settings: Sequence[str]) -> str:
@@ -497,10 +509,8 @@ def _learner_commands(request: FleetRequest, division: Division) -> list[str]:
 
 
 def _worker_command(request: FleetRequest, num_gpus: int) -> str:
-    sets = [f'worker.connect=["{request.learner.address}"]', "engine.kind=vllm"]
-    if num_gpus > 1:
-        sets.append(f"engine.options.tensor_parallel_size={num_gpus}")
-    return node_command("worker", sets)
+    connect = f'worker.connect=["{request.learner.address}"]'
+    return node_command("worker", [connect, *_engine_settings(num_gpus)])
 
 
 def read_rates(run_dir: Path) -> RunRates:
