@@ -1,9 +1,12 @@
-"""The reason of another process's death: from its log, or from the kernel."""
+"""The reason of the death of vLLM's process, from its log or from the kernel; its end with ours."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from echo.engine.engine import is_out_of_memory
 from echo.engine.vllm import plugin
 from echo.engine.vllm.backend import CrashReason
 from echo.engine.vllm.plugin import LOGGER, VARIABLE, listen
+from tests.tasks.test_rewards import is_running, wait_until
 
 
 @pytest.fixture
@@ -70,3 +74,43 @@ def test_a_process_that_the_kernel_has_killed_was_out_of_memory(
     words = CrashReason()
     assert words.read(was_killed=True) == ""
     words.close()
+
+
+# A worker, and a process that it has started: vLLM's, which loads the plugin, or another one.
+PROGRAM = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from echo.engine.vllm import plugin
+
+def run():
+    sys.modules["vllm"] = None
+    try:
+        plugin.register()
+    except ImportError:
+        part = Path(sys.argv[1], ".pid")
+        part.write_text(str(os.getpid()))
+        part.rename(Path(sys.argv[1], "pid"))
+    time.sleep(600)
+
+multiprocessing.get_context("fork").Process(target=run, name=sys.argv[2]).start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("name", "is_vllm"), [("EngineCore_DP0", True), ("Process-1", False)])
+def test_the_process_of_vllm_does_not_outlive_a_worker_that_is_killed(
+    name: str, is_vllm: bool, tmp_path: Path
+) -> None:
+    """It would keep the GPU, and the worker that is started next would find no memory there."""
+    worker = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), name])
+    try:
+        assert wait_until((tmp_path / "pid").exists)
+    finally:
+        worker.kill()
+        worker.wait(60)
+    pid = int((tmp_path / "pid").read_text())
+    if is_vllm:
+        assert wait_until(lambda: not is_running(pid))
+    else:
+        assert is_running(pid)
+        os.kill(pid, signal.SIGKILL)

@@ -46,7 +46,7 @@ from echo.engine.engine import FinishReason, VersionSlot, describe_error
 from echo.engine.lora import Lora, write_adapter
 from echo.engine.model import weight_bytes
 from echo.engine.vllm.places import JoinedChanges, save_changes
-from echo.engine.vllm.plugin import VARIABLE, count_kills
+from echo.engine.vllm.plugin import PROCESS_NAME, VARIABLE, count_kills
 from echo.engine.vllm.starting import with_remedy
 from echo.engine.weights import WEIGHTS_FILE, Weights, save_safetensors
 from echo.records.files import is_locked
@@ -690,9 +690,6 @@ class CrashReason:
 
 
 CLOSE_TIMEOUT_S = 20.0
-
-PROCESS_NAME = "EngineCore"
-"""Beginning of the names of the processes that vLLM starts in ours. They start all others."""
 
 
 class ProcessBackend(Backend):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from multiprocessing import current_process, parent_process
 from pathlib import Path
 
 from echo.engine.engine import describe_error
+from echo.tasks.processes.guard import end_with
 
 PLUGIN_GROUP = "vllm.general_plugins"
 """Group of entry points that vLLM calls in each of its processes."""
@@ -56,6 +58,21 @@ def count_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
+PROCESS_NAME = "EngineCore"
+"""Beginning of the names of the processes that vLLM starts in ours. They start all others."""
+
+
+def end_with_worker() -> None:
+    """If vLLM has started this process in a process of Echo, end when that process ends.
+
+    Otherwise vLLM would outlive a worker that is killed, and would keep the GPU. The processes that
+    vLLM starts here end with this process by themselves.
+    """
+    worker = parent_process()
+    if worker is not None and current_process().name.startswith(PROCESS_NAME):
+        end_with(worker.pid or 0)
+
+
 BACKEND = "echo"
 """Name of our weight transfer backend in vLLM's registry."""
 
@@ -66,9 +83,10 @@ WORKER_EXTENSION = "echo.engine.vllm.transfer.WorkerExtension"
 def register() -> None:
     """Register the weight transfer backend and the log handler.
 
-    A second call does nothing.
+    In vLLM's own process, also have it end with ours. A second call does nothing.
     """
     listen()
+    end_with_worker()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     # vLLM has no public query for a registered backend, and refuses a second registration.

@@ -47,12 +47,20 @@ def fork_guarded(node: int, end: socket.socket) -> None:
     if task:
         end.close()
         _watch(node, task)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:
-        os._exit(1)
+    end_with(guard)
     # Signals that the task's code sends to its process group must not reach the guard.
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent ends.
+
+    Linux takes the end of the thread that started this process for the end of the parent.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _watch(node: int, task: int) -> None:
