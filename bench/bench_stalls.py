@@ -162,6 +162,9 @@ REAL: Mapping[str, Real] = {
         max_staleness=0, sets=FULL, faults=dict.fromkeys(("w1", "w2"), Fault(disk_s=0.3))
     ),
     "stuck reward": Real(reward_s=4.0),
+    "useless groups": Real(
+        tokens=128, sets=("task.options={chance=0.02}", "batch.keep_zero_variance=false")
+    ),
     "straggler": Real(
         workers=("w1", "w2", "w3"),
         max_staleness=0,

@@ -43,14 +43,14 @@ PERIOD_S = 1.0
 class RandomRewards(AdditionTask):
     """Additions whose reward is random, so that nearly every group teaches something."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        """Let each call of the reward take so many seconds."""
-        self.seconds = seconds
+    def __init__(self, seconds: float = 0.0, chance: float = 0.5) -> None:
+        """Let each call of the reward take so many seconds, and return 1 with this chance."""
+        self.seconds, self.chance = seconds, chance
 
     def reward(self, example: Example, completion: str) -> float:
         """Return 0 or 1."""
         time.sleep(self.seconds)
-        return float(random.Random(completion).random() < 0.5)
+        return float(random.Random(completion).random() < self.chance)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,11 @@ class ObservedNode:
         return self.gain is not None and self.gain < SATURATED_GAIN
 
     @property
+    def is_installing(self) -> bool:
+        """Whether the engine takes a version that the worker has fetched."""
+        return self.activity.startswith("installing")
+
+    @property
     def is_fetching(self) -> bool:
         """Whether the node fetches a version from a parent."""
         return bool(self.fetching) and self.parent != "-"
@@ -173,6 +178,8 @@ class ObservedFleet:
     is_closed: bool = False
     """Whether the staleness bound admits no further groups, whichever version a worker has
     installed."""
+    newest: str = ""
+    """The newest version, as text; empty if it does not exist or may sample no further group."""
     wait_reason: str = ""
     """The scheduler's reason why the next step's groups cannot be granted; "" if they can be
     granted."""
@@ -238,8 +245,7 @@ class ObservedFleet:
         counts[WaitStage.REWARDS if is_scoring else WaitStage.STORING] += worker.num_here
         total = counts.total()
         if not total:
-            is_installing = worker.activity.startswith("installing")
-            return {WaitStage.WEIGHTS if is_installing else WaitStage.SAMPLING: 1.0}
+            return {WaitStage.WEIGHTS if worker.is_installing else WaitStage.SAMPLING: 1.0}
         return {stage: count / total for stage, count in counts.items() if count}
 
 
@@ -562,13 +568,21 @@ def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
     waited_s = tally.in_waits()[WaitStage.WEIGHTS]
     if sum(tally.slow_hops.values()) < FETCHING_SHARE * waited_s:
         waiting = [worker for worker in fleet.workers if worker.name in names]
-        installing = [each for each in waiting if each.activity.startswith("installing")]
+        installing = [each for each in waiting if each.is_installing]
         if installing:
             name, activity = installing[0].name, installing[0].activity
             return Explanation(
                 "slow_install", f"engine of {name}", "sync.publish_period",
                 f"{start} new weights; {name} is {activity}",
                 "raise sync.publish_period, so that versions come less often",
+            )  # fmt: skip
+        if fleet.newest:
+            # A slow uplink on the path also delays the reports of fetches.
+            return Explanation(
+                "slow_weights", f"links to {_names(names)}", "sync.publish_period",
+                f"{start} {fleet.newest}, which {_verb(names, 'it has', 'they have')} not begun to "
+                "fetch",
+                "raise sync.publish_period, or give their parents faster uplinks",
             )  # fmt: skip
         return Explanation(
             "no_weights", _names(names), "sync.max_staleness",
@@ -626,7 +640,10 @@ def _slow_hop(fleet: ObservedFleet, node: ObservedNode, chain: str) -> Explanati
 
 def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
     num_useless = tally.useless.total()
-    if num_useless > USELESS_SHARE * (num_delivered := tally.num_accepted + num_useless):
+    num_delivered = tally.num_accepted + num_useless
+    # With these groups, the step would lack none.
+    is_enough = num_useless >= fleet.num_missing
+    if is_enough and num_useless > USELESS_SHARE * num_delivered:
         reasons = ", ".join(f"{n} {reason}" for reason, n in tally.useless.most_common())
         return Explanation(
             "useless_groups", "task", "batch.group_size",

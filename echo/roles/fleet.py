@@ -110,6 +110,7 @@ class FleetView:
             max_staleness=scheduler.quota.max_staleness,
             hedge_factor=settings.hedge_factor,
             is_closed=is_closed,
+            newest="" if newest is None or is_closed else str(newest),
             wait_reason=scheduler.wait_reason(workers, newest),
             num_standby=sum(member.hold is None for member in resting),
             num_held=sum(member.hold is not None for member in resting),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +131,10 @@ def test_a_disk_that_writes_as_slowly_as_weights_come_is_at_fault() -> None:
 def test_a_worker_that_waits_without_fetching_installs_or_lacks_a_parent() -> None:
     each = worker(groups={"weights": 2})
     assert explained(fleet(each)).cause == "no_weights"
+    # Versions are not too rare if one that may sample is on its way.
+    found = explained(fleet(each, newest="v3"))
+    assert (found.cause, found.setting) == ("slow_weights", "sync.publish_period")
+    assert "w1 waits for v3, which it has not begun to fetch" in found.chain
     assert explained(fleet(replace(each, activity="installing v3"))).cause == "slow_install"
 
 
@@ -175,6 +180,10 @@ def test_groups_that_teach_nothing_are_named_before_the_workers() -> None:
     found = explain_wait(tally, fleet(worker()))
     assert found.cause == "useless_groups"
     assert "nothing could be learned from 5 of the last 7 groups (5 zero_variance)" in found.chain
+    # If this group had been useful, the step would still lack five.
+    tally = Tally(useless=Counter(zero_variance=1))
+    tally.add(fleet(worker(), num_missing=6), 10.0, is_waiting=True)
+    assert explain_wait(tally, fleet(worker(), num_missing=6)).cause == "few_workers"
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,13 @@ def stuck_reward(make_world: MakeWorld) -> World:
     return Run(make_world).start(reward_s=80.0)
 
 
+def useless_groups(make_world: MakeWorld) -> World:
+    world = Run(make_world).start()
+    world.run_until(lambda: world.step >= 4, within_s=300.0)
+    world.useless_workers = set(WORKERS)
+    return world
+
+
 def straggler(make_world: MakeWorld, *, pace: float = 1.0) -> World:
     slowdown = {"w3": 1.0}
     rated = replace(PACE, tokens_per_s=pace * PACE.tokens_per_s)
@@ -175,6 +182,7 @@ FAULTS: Mapping[str, tuple[Callable[..., World], str, str, str]] = {
     ),
     "disk of a worker": (slow_disk_of_a_worker, "slow_disk", "network.store_dir", "disk of w."),
     "stuck reward": (stuck_reward, "slow_reward", "task.reward_timeout_s", "task at w1 and w2"),
+    "useless groups": (useless_groups, "useless_groups", "batch.group_size", "task"),
     "straggler": (straggler, "straggler", "leases.hedge_factor", "w3"),
     "needless checkpointing": (
         needless_checkpointing,

@@ -154,6 +154,7 @@ class Stalls:
         waited_s = self._waited_s + now - self._waits_from
         if waited_s < self._limit_s or self._fleet.num_missing <= 0:
             return
+        self._count_groups()
         # What workers did before they left does not explain why the wait goes on.
         found = explain_wait(self._tally if self._fleet.workers else Tally(), self._fleet)
         if found.cause == "slow_install" and not self._num_steps:
@@ -179,6 +180,11 @@ class Stalls:
             self._activities[self._activity] += seconds
         if not self._role.is_paused:
             self._tally.add(self._fleet, seconds, is_waiting=not self._activity)
+
+    def _count_groups(self) -> None:
+        """Count the groups that were delivered in the step under way."""
+        self._tally.num_accepted = self._progress.num_accepted - self._num_accepted
+        self._tally.useless = self._progress.useless_reasons - self._useless
 
     def _look(self, now: float) -> None:
         had_workers = bool(self._fleet.workers)
@@ -230,9 +236,8 @@ class Stalls:
         """Explain the last step. Return fields for its row of metrics."""
         self._count(now)
         self._num_steps += 1
+        self._count_groups()
         tally, activities = self._tally, self._activities
-        tally.num_accepted = self._progress.num_accepted - self._num_accepted
-        tally.useless = self._progress.useless_reasons - self._useless
         self._num_accepted = self._progress.num_accepted
         self._useless = self._progress.useless_reasons.copy()
         row: dict[str, float | Mapping[str, float] | Mapping[str, str]] = {
