@@ -93,10 +93,14 @@ def use_scratch() -> None:
 
 
 def tiny_model(seed: int = 0) -> Path:
-    """Make a model with random weights where a quick run's results are; return its directory."""
+    """Make a model with random weights, for this process; return its directory."""
     from echo.engine.model import build_model, save_tiny_model
 
-    directory = RESULTS / f"model-{seed}"
+    where = RESULTS
+    if not is_quick():
+        where = Path(tempfile.mkdtemp(prefix="echo-bench-"))
+        atexit.register(shutil.rmtree, where, ignore_errors=True)
+    directory = where / f"model-{seed}"
     save_tiny_model(directory, build_model(seed=seed))
     return directory
 
