@@ -23,7 +23,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,19 @@ class RewardSum:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, list)
+
+
+async def _when_known(values: Awaitable[Any]) -> Any:
+    return _only(await values)
+
+
+def _only(values: Any) -> Any:
+    try:
+        [value] = values
+    except (TypeError, ValueError):
+        text = f"returned {reprlib.repr(values)}, and not a list of one number, for one answer"
+        raise ValueError(text) from None
+    return value
 
 
 class RewardFunction:
@@ -330,8 +344,12 @@ class RewardFunction:
     def one(self, example: Example, completion: str) -> Any:
         """Return the function's result for one answer.
 
-        The result of an async function is awaitable.
+        A function of groups gets lists of one element. The result of an async function is
+        awaitable.
         """
+        if self.is_of_groups:
+            values = self.all(example, [completion])
+            return _when_known(values) if inspect.isawaitable(values) else _only(values)
         return self._call(
             self._arguments(example), {"prompt": example.prompt, "completion": completion}
         )

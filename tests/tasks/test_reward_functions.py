@@ -95,7 +95,7 @@ cached_row = functools.lru_cache(all_columns)
 cached_group = functools.lru_cache(shortest)
 def spread(*completions, **row): return [1.0] * len(completions)
 def yields(completion): yield 1.0
-def forgets(completions): return [later([text]) for text in completions]
+def forgets(completions): return [later(completions[:1]), *[0.0] * len(completions[1:])]
 def listed(completion): return [1.0]
 
 def own_names(completion, question, target, tools, messages): return (
@@ -268,6 +268,12 @@ def test_a_list_that_does_not_fit_fails_its_group(kind: str, message: str) -> No
     assert caught.value.reason == "reward_error"
 
 
+@pytest.mark.parametrize("kind", ["3", "x"])
+def test_what_is_no_list_of_one_fails_the_one_answer_of_an_evaluation(kind: str) -> None:
+    with pytest.raises(RewardError, match=r"returned .*1\.0.*not a list of one number, for one"):
+        host_of("count").score(EXAMPLE, kind)
+
+
 def test_a_reward_in_parts_is_their_sum() -> None:
     reward = host_of("scores").score(EXAMPLE, "aa")
     assert reward == 0.5
@@ -310,7 +316,7 @@ def test_several_functions_are_parts_with_weights(also_async: bool) -> None:
 )
 def test_a_value_of_another_kind_is_refused_with_what_to_return(function: str, advice: str) -> None:
     with pytest.raises(RewardError, match=f"returned {advice}"):
-        host_of(function).score(EXAMPLE, "a")
+        list(host_of(function).score_all(EXAMPLE, ["a", "b"]))
 
 
 def test_a_cached_function_is_refused_by_the_row_that_it_cannot_hash(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_a_class_judges_the_answers_of_a_group_together() -> None:
     assert list(host.score_all(EXAMPLE, ["a", "", "bc"])) == [0.0, None, 1.0]
     counts = host.take_counts()
     assert (counts["env/calls"], counts["env/no_opinion"]) == (1, 1)
+    assert host.score(EXAMPLE, "a") == 7.0, "an evaluation has one answer"
     slow = replace(LIMITS, score_s=2.0).seconds(TaskCall("reward", texts=("", "", "")))
     assert slow == 6.0, "a call for several answers has the time of as many"
 
