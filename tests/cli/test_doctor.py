@@ -7,15 +7,21 @@ import re
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from echo.cli.commands.doctor import main
+from echo.cli.commands.doctor import _compare, main
+from echo.config.load import inherited_settings, parse_config
+from echo.config.schema import Config
 from echo.engine.engine import Sampling
 from echo.engine.model import build_model, save_tiny_model
 from echo.records import files
+from echo.runtime.doctor.link import LinkReport
 from echo.runtime.doctor.machine import Finding
 from echo.runtime.worker import setup
+from tests.roles.test_joining import UNSIGNED
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +126,35 @@ def test_a_first_token_that_was_held_up_gives_no_absurd_rate(
     found = re.search(r"later ones at (\d+) or more per second", told)
     assert found is not None, told
     assert int(found[1]) <= 16 / 0.02
+
+
+CONNECT = "worker.connect=tcp://10.0.0.5:7700"
+
+
+def compared(config: Config, **learner: Any) -> list[Finding]:
+    """Return the findings about a learner whose Welcome differs in `learner`."""
+    settings = inherited_settings(config)
+    welcome = msgspec.structs.replace(UNSIGNED, **{"settings": settings, "digests": {}} | learner)
+    return list(_compare(config, LinkReport("tcp://h:1", welcome=welcome)))
+
+
+def test_settings_that_contradict_the_learner_are_a_failure() -> None:
+    config = parse_config({"sampling": {"temperature": 0.5}}, [CONNECT], "worker")
+    [finding] = compared(config, settings={"sampling.temperature": 1.0})
+    assert (finding.level, finding.name) == ("failed", "settings")
+    assert "sampling.temperature = 0.5 contradicts the learner, which uses 1.0" in finding.text
+    [finding] = compared(config)
+    assert (finding.level, finding.text) == (
+        "ok",
+        "the worker takes model and tokenizer from the learner",
+    )
+
+
+def test_a_model_that_is_not_the_learners_is_a_failure(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, build_model(seed=0))
+    config = parse_config({}, [CONNECT, f"model.name={tmp_path}"], "worker")
+    [finding] = compared(config)
+    assert (finding.level, finding.name) == ("ok", "model")
+    [finding] = compared(config, digests={"model": "another"})
+    assert (finding.level, finding.name) == ("failed", "model")
+    assert "the learner another. Give both the same files" in finding.text

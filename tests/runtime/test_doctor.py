@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from echo.runtime.doctor.link import (
     LinkReport,
     check_link,
     check_nat,
-    own_address,
+    route_to,
     try_link,
 )
 from echo.runtime.doctor.machine import (
@@ -167,7 +168,15 @@ def test_a_private_address_that_is_told_to_others_is_a_warning(
 @pytest.mark.skipif(link_local() is None, reason="no interface has an IPv6 address of its network")
 def test_the_route_to_an_address_of_one_network_alone_is_found() -> None:
     own = (link_local() or "").partition("%")[0]
-    assert own_address(f"tcp://[{link_local()}]:7700") == own
+    route = route_to(f"tcp://[{link_local()}]:7700")
+    assert route is not None
+    assert route[0] == own
+
+
+def test_a_host_name_is_one_of_the_addresses_that_are_compared() -> None:
+    route = route_to("tcp://localhost:7700")
+    assert route is not None
+    assert all(ipaddress.ip_address(end).is_loopback for end in route)
 
 
 # --- machine --------------------------------------------------------------------------------------

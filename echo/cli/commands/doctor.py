@@ -29,9 +29,9 @@ from echo.core.errors import ConfigError, EchoError
 from echo.core.extras import find_lock
 from echo.core.units import counted, format_duration, one_line, without_secrets
 from echo.net.kernel import raise_descriptor_limit, read_kernel
-from echo.net.transport import is_loopback, parse_address
+from echo.net.transport import is_loopback
 from echo.roles.joining import digest_mismatch
-from echo.runtime.doctor.link import LinkReport, check_link, check_nat, own_address, try_link
+from echo.runtime.doctor.link import LinkReport, check_link, check_nat, route_to, try_link
 from echo.runtime.doctor.machine import (
     Finding,
     check_descriptors,
@@ -184,10 +184,9 @@ def check_joining(config: Config, role: Role) -> Iterator[Finding]:
     source = JoinSource(role, section.connect, config.security, config.run_dir)  # type: ignore[arg-type]
     for report in asyncio.run(_try_links(config, source)):
         yield from check_link(report)
-        own = own_address(report.address)
-        if own is not None and report.node_id is not None and not is_loopback(report.address):
-            advertise = section.advertise or section.listen
-            yield from check_nat(own, parse_address(report.address)[0], advertise)
+        route = route_to(report.address)
+        if route is not None and report.node_id is not None and not is_loopback(report.address):
+            yield from check_nat(*route, section.advertise or section.listen)
         if report.welcome is not None and role == "worker":
             yield from _compare(config, report)
 

@@ -317,14 +317,17 @@ def check_skew(skew_s: float, error_s: float) -> Iterator[Finding]:
     )
 
 
-def own_address(address: str) -> str | None:
-    """Return this machine's address on the route to `address`; None if there is no route."""
+def route_to(address: str) -> tuple[str, str] | None:
+    """Return the numeric addresses of this machine and of the host at both ends of the route.
+
+    Return None if there is no route to `address`.
+    """
     host, port = parse_address(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # makes the kernel choose a route; sends nothing
-            return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0]), str(where[0])
     except OSError:
         return None
 
@@ -334,14 +337,11 @@ def check_nat(own: str, theirs: str, advertise: str | None) -> Iterator[Finding]
 
     Args:
         own: the address of this machine on the route to the learner.
-        theirs: the address of the learner or relay, without a port.
+        theirs: the address of the learner or relay. Both are numeric, without a port.
         advertise: the address at which other nodes fetch weights from this node; None if this node
             does not listen.
     """
-    try:
-        is_behind = ipaddress.ip_address(own).is_private and ipaddress.ip_address(theirs).is_global
-    except ValueError:  # a host name
-        is_behind = False
+    is_behind = ipaddress.ip_address(own).is_private and ipaddress.ip_address(theirs).is_global
     if not is_behind or advertise is None:
         kind = "behind NAT; it dials out only, which suffices" if is_behind else "no NAT is seen"
         yield Finding("ok", "NAT", f"{own}: {kind}")
