@@ -172,6 +172,8 @@ def test_a_leaving_worker_answers_the_sessions_that_are_open() -> None:
 
 def test_a_task_judges_the_last_answer_and_all_tokens_are_trained() -> None:
     async def run(_: object, __: object, text: str) -> float:
+        late = agents._node.now + 2 * agents.parts.session_timeout_s
+        assert agents._episodes.expire(now=late) == []
         return {"[5]": 1.0}.get(text, 0.0)
 
     agents = make_agents(run)

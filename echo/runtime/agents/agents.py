@@ -217,7 +217,12 @@ class Agents:
         if reward is None:
             text = self.parts.dialogue.answer_of(session.turns[-1].completion.token_ids)
             example = Example(**session.lease.example)
-            reward = await self._pool.run(self.parts.reward, example, text)
+            session.is_scored = True  # so that it does not time out
+            try:
+                reward = await self._pool.run(self.parts.reward, example, text)
+            finally:
+                session.is_scored = False
+                session.touched_at = self._node.now
         judged = NO_OPINION if reward is None else reward
         bound = self.parts.max_abs_reward
         for number in () if reward is None else (reward, *parts_of(reward).values()):

@@ -53,6 +53,8 @@ class Session:
     num_running: int = 0
     """Number of calls that are being sampled."""
     num_calls: int = 0
+    is_scored: bool = False
+    """Whether the task is computing the reward."""
     turns: list[Turn] = field(default_factory=list)
 
     @property
@@ -242,7 +244,8 @@ class Episodes:
         late = [
             session
             for session in self._sessions.values()
-            if now - session.touched_at > self._timeout_s and not session.num_running
+            if now - session.touched_at > self._timeout_s
+            and not (session.num_running or session.is_scored)
         ]
         for session in late:
             # Giving up a lease ends its other sessions, which may be in this list too.
