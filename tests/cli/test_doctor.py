@@ -64,7 +64,11 @@ def test_a_configuration_that_would_not_start(
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         config.write_text(f'[model]\nname = "missing"\n[learner]\nlisten = "{address}"\n')
         code, found = findings(capsys, "--config", str(config))
+        main(["--config", str(config)])
     assert (code, found["start"]) == (1, "failed")
+    shown = capsys.readouterr().out
+    assert "why: the learner would end with this error" in shown
+    assert "do: see the text" not in shown  # an error says itself what to do
     config.write_text("[model]\nnam = 1\n")
     code, found = findings(capsys, "--config", str(config))
     assert (code, found["configuration"]) == (1, "failed")

@@ -100,7 +100,7 @@ def examine(arguments: Namespace) -> Iterator[Finding]:
     try:
         role, config = _configuration(arguments)
     except EchoError as error:
-        yield _failed("configuration", str(error), "no node starts with it", "correct it")
+        yield _failed("configuration", str(error), "no node starts with it")
         return
     if config is None:
         yield from check_run_dir(Path("runs"), min_free_bytes=0)
@@ -114,7 +114,7 @@ def examine(arguments: Namespace) -> Iterator[Finding]:
         yield from check_engine(config)
 
 
-def _failed(name: str, text: str, why: str, remedy: str) -> Finding:
+def _failed(name: str, text: str, why: str, remedy: str = "") -> Finding:
     return Finding("failed", name, text, why=why, remedy=remedy)
 
 
@@ -157,7 +157,7 @@ def check_configuration(config: Config, role: Role) -> Iterator[Finding]:
     """
     problems = check_start(config, role).problems
     for problem in problems:
-        yield _failed("start", problem, f"the {role} would end with this error", "see the text")
+        yield _failed("start", problem, f"the {role} would end with this error")
     if not problems:
         yield Finding("ok", "start", f"a {role} with this configuration would start")
 
@@ -207,12 +207,8 @@ def _compare(config: Config, report: LinkReport) -> Iterator[Finding]:
     assert welcome is not None
     differing = check_inherited(config, welcome.settings)
     if differing:
-        yield _failed(
-            "settings",
-            "; ".join(map(str, differing)),
-            "the worker would end with this error",
-            "leave these keys out on the worker, so that it inherits the learner's",
-        )
+        text = "; ".join(map(str, differing))
+        yield _failed("settings", text, "the worker would end with this error")
         return
     if not has_own_model(config):
         yield Finding("ok", "model", "the worker takes model and tokenizer from the learner")
@@ -232,7 +228,7 @@ def _compare(config: Config, report: LinkReport) -> Iterator[Finding]:
     if fault is None:
         yield Finding("ok", "model", "model, tokenizer and chat template are the learner's")
         return
-    yield _failed("model", fault, "the learner would refuse the worker", "see the text")
+    yield _failed("model", fault, "the learner would refuse the worker")
 
 
 # --- engine ---------------------------------------------------------------------------------------
@@ -272,7 +268,7 @@ def check_engine(config: Config) -> Iterator[Finding]:
         finally:
             engine.close()
     except EchoError as error:
-        yield _failed("engine", str(error), "a worker would end with this error", "see the text")
+        yield _failed("engine", str(error), "a worker would end with this error")
         return
     later_s = times[2] - times[1]  # not positive if something held up the call for one token
     least = f"{NEW_TOKENS / max(times[2], 1e-6):.0f} or more"

@@ -39,7 +39,8 @@ class Finding:
     why: str = ""
     """Why the finding matters; empty for "ok"."""
     remedy: str = ""
-    """The command or the setting that fixes the fault; empty for "ok"."""
+    """The command or the setting that fixes the fault; empty for "ok", and if `text` is an error's,
+    which says it."""
 
 
 # --- packages -------------------------------------------------------------------------------------
