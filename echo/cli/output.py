@@ -236,6 +236,19 @@ def print_texts(texts: Iterable[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def print_json(lines: Iterable[str]) -> None:
+    """Print each line of JSON with all unprintable characters escaped.
+
+    JSON itself leaves several such characters in its strings, for example U+009B, with which a
+    model's text would control a terminal.
+    """
+    print_texts(line if line.isprintable() else _escaped(line) for line in lines)
+
+
+def _escaped(line: str) -> str:
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
+
+
 def fail(error: EchoError) -> int:
     """Print an error to standard error, with secrets removed. Return the error's exit code."""
     # A user may have given a join string as the name of a file.

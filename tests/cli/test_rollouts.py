@@ -230,7 +230,7 @@ class Hostile:
         return 1 << 20
 
     def decode(self, ids: list[int], **_: object) -> str:
-        return "\x1b[2J\a\nx" if ids else ""
+        return "\x1b[2J\a\n\x9b2J\x7f\u202e\U000e0041x" if ids else ""
 
 
 def test_text_of_a_model_reaches_no_terminal_unescaped(
@@ -240,7 +240,11 @@ def test_text_of_a_model_reaches_no_terminal_unescaped(
     assert main([str(run), "--group", "0"]) == 0
     told = capsys.readouterr().out
     assert not {char for char in told if not char.isprintable()} - {"\n"}
-    assert "  \\x1b[2J\\x07\n  x\n" in told
+    assert "  \\x1b[2J\\x07\n  \\x9b2J\\x7f\\u202e\\U000e0041x\n" in told
+    assert main([str(run), "--group", "0", "--json"]) == 0
+    told = capsys.readouterr().out
+    assert not {char for char in told if not char.isprintable()} - {"\n"}
+    assert json.loads(told.splitlines()[0])["prompt"] == Hostile().decode([1])
 
 
 @pytest.mark.parametrize(

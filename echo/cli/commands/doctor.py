@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from echo.cli.commands.node import check_join, check_start, find_config_of, join_awaited
-from echo.cli.output import print_texts, run_command
+from echo.cli.output import print_json, run_command
 from echo.cli.parsers import doctor_parser
 from echo.config.fields import Role
 from echo.config.load import apply_inherited, check_inherited, has_own_model
@@ -65,7 +65,7 @@ def _run(arguments: Namespace, console: Console) -> int:
     for finding in examine(arguments):
         findings.append(finding)
         if arguments.json:
-            print_texts([msgspec.json.encode(asdict(finding)).decode()])
+            print_json([msgspec.json.encode(asdict(finding)).decode()])
         else:
             _show(finding, console)
     num_failed = sum(finding.level == "failed" for finding in findings)

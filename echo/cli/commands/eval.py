@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from echo.cli.commands.node import read_run_file, run_loop, run_node
-from echo.cli.output import make_log, print_texts, run_command
+from echo.cli.output import make_log, print_json, run_command
 from echo.cli.parsers import eval_parser
 from echo.config.fields import kind_of, override_of
 from echo.config.load import parse_config
@@ -109,7 +109,7 @@ def _run(arguments: Namespace, console: Console) -> int:
         result, engine = score_target(target, log=log), kind_of(target.config.engine)
     if arguments.json:
         report = score_report(target, result, engine=engine)
-        print_texts([msgspec.json.encode(report).decode()])
+        print_json([msgspec.json.encode(report).decode()])
     else:
         for line in score_lines(target, result):
             console.print(line)

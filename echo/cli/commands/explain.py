@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from echo.cli.output import print_texts, run_command
+from echo.cli.output import print_json, run_command
 from echo.cli.parsers import explain_parser
 from echo.core.units import counted, format_duration
 from echo.records.run_files import read_metrics
@@ -31,7 +31,7 @@ def _run(arguments: Namespace, console: Console) -> int:
     history = read_metrics(arguments.run)
     stalls = stalls_of(history)
     if arguments.json:
-        print_texts(msgspec.json.encode(each).decode() for each in stalls)
+        print_json(msgspec.json.encode(each).decode() for each in stalls)
         return 0
     waits = describe_waits(history.train)
     steps = counted(len(history.train), "step")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echo.cli.output import fail, print_texts
+from echo.cli.output import fail, print_json
 from echo.cli.parsers import ledger_parser
 from echo.core.errors import EchoError
 from echo.records.ledger import read_lines
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the records of the run's ledger, oldest first, and return the exit code."""
     arguments = ledger_parser().parse_args(argv)
     try:
-        print_texts(read_lines(arguments.run))
+        print_json(read_lines(arguments.run))
     except EchoError as error:
         return fail(error)
     return 0

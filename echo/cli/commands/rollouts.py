@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from echo.cli.output import print_texts, run_command
+from echo.cli.output import print_json, run_command
 from echo.cli.parsers import rollouts_parser
 from echo.config.memory.models import find_model
 from echo.core.chains import Tree
@@ -58,7 +58,7 @@ def _run(arguments: Namespace, console: Console) -> int:
     if not found:
         raise DataError(_none_found(arguments, stored, chosen))
     if arguments.json:
-        print_texts(msgspec.json.encode(_row(each)).decode() for each in found)
+        print_json(msgspec.json.encode(_row(each)).decode() for each in found)
     elif arguments.parquet is not None:
         _write_parquet(arguments.parquet, [_row(each) for each in found])
         console.print(f"{counted(len(found), 'rollout')} in {arguments.parquet}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echo.cli.output import print_texts, run_command
+from echo.cli.output import print_json, run_command
 from echo.cli.parsers import status_parser
 from echo.core.errors import TransportError
 from echo.core.monitoring.status import RunStatus
@@ -35,7 +35,7 @@ def _run(arguments: Namespace, console: Console) -> int:
     target = find_run(arguments.run)
     status, note = present_status(target)
     if arguments.json:
-        print_texts([status.to_json().decode()])
+        print_json([status.to_json().decode()])
         return 0
     if note:
         console.print(note, highlight=False)
