@@ -36,7 +36,7 @@ Rules
   and leaves the parent at the second silence. A child also leaves a parent that sends chunks with
   wrong hashes, or that does not deliver an announced item (`watchdog.py`). On `ParentFailed`,
   `parents.py` chooses another parent. The next Fetch names only the missing chunks.
-* If there is no space for an item, the node drops all complete images except the newest one, and
+* If there is no space for an item, the node drops all images except the newest complete one, and
   retries the item with a backoff (`receiver.py`).
 * If the parent sends Gone for an item, the child abandons the item. If a child leaves a parent, the
   child forgets the offers of this parent.

@@ -34,10 +34,10 @@ arrives.
 **Damage.** If the audit finds damaged memory, all versions in this memory are dropped. The newest
 version is then fetched as a whole image.
 
-**Out of space.** If there is no space for an item, older complete images are dropped, the newest is
-kept, and the node retries the fetch. The retry follows soon after this node has dropped an image,
-and otherwise after a pause that doubles each time. The operator gets a single warning, at the first
-failure that the drop of older images could not prevent.
+**Out of space.** If there is no space for an item, all images but the newest complete one are
+dropped, and the node retries the fetch. The retry follows soon after this node has dropped an
+image, and otherwise after a pause that doubles each time. The operator gets a single warning, at
+the first failure that the drop of images could not prevent.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ class SpaceRetry:
         """Whether an item lacks space and will be retried."""
         return self.retry_at is not None
 
-    def lack(self, error: StorageError, *, has_older: bool, now: float) -> list[Action]:
+    def lack(self, error: StorageError, *, has_others: bool, now: float) -> list[Action]:
         """Record that an item found no space; retry after a pause.
 
         The pause doubles each time. The first failure returns a warning for the operator. If there
-        are older images to drop (`has_older`), the second failure returns the warning.
+        are other images to drop (`has_others`), the second failure returns the warning.
         """
-        is_expected = has_older and self._pause_s == FIRST_PAUSE_S
+        is_expected = has_others and self._pause_s == FIRST_PAUSE_S
         self.retry_at = now + self._pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
         if self._has_noted or is_expected:
@@ -341,9 +341,9 @@ class Receiver:
         return [*actions, ItemsChanged(), *self._request(now)]
 
     def _lack(self, error: StorageError, now: float) -> list[Action]:
-        """Retry the fetch later, and drop older images now."""
-        num_whole = sum(image.is_complete for image in self.store.images.values())
-        return [*self.space.lack(error, has_older=num_whole > 1, now=now), EvictionDue()]
+        """Retry the fetch later, and drop other images now."""
+        has_others = len(self.store.images) > 1
+        return [*self.space.lack(error, has_others=has_others, now=now), EvictionDue()]
 
     def _request(self, now: float) -> list[Action]:
         return self.requests.fetch(self.item, now=now)
@@ -599,7 +599,8 @@ class Receiver:
         error = StorageError(f"chunk {work.index} of {work.item_id[0]} cannot be written: {fault}")
         if self.item == work.item_id:
             self.end()
-        return [*self._lack(error, now), *self._drop(work.item_id)]
+        dropped = self._drop(work.item_id)
+        return [*self._lack(error, now), *dropped]
 
     # --- keeping and time ------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
@@ -42,10 +43,11 @@ class Rooms(VersionStore):
         """Versions whose memory is being written in place."""
         self.version_store: dict[PolicyVersion, memoryview] = {}
         self.is_full = False
+        self.max_images = sys.maxsize
         self.may_block = False
 
     def create(self, version: PolicyVersion, signed: bytes | None, num_bytes: int) -> memoryview:
-        if self.is_full:
+        if self.is_full or len(self.live) >= self.max_images:
             raise StorageError("no space")
         assert version not in self.live
         self.live[version] = signed

@@ -1,8 +1,8 @@
 """Whatever happens, every live node ends with the newest version, bit for bit.
 
-Random trees; versions published as images, deltas and keyframes,
-segment by segment; blocks decoded and chunks written late and in any order; messages lost,
-repeated, swapped and damaged; links cut, parents changed, nodes ended and restarted.
+Random trees; nodes with space for two images or more; versions published as images, deltas and
+keyframes, segment by segment; blocks decoded and chunks written late and in any order; messages
+lost, repeated, swapped and damaged; links cut, parents changed, nodes ended and restarted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,15 @@ class Storm:
         self.coding: deque[Callable[[], None]] = deque()
         self.has_spares = chance.random() < 0.4
         self.modes: list[PatchMode] = ["copy", "now", "on_install"]
+        self.max_images = chance.choice([2, 3, 4, 99])
         for name in self.names[1:]:
-            self.net.nodes[name].patch_mode = chance.choice(self.modes)
+            self.fit_out(name)
             self.move(name)
         self.net.is_overtaking = chance.random() < 0.5
+
+    def fit_out(self, name: str) -> None:
+        self.net.nodes[name].patch_mode = self.chance.choice(self.modes)
+        self.net.rooms[name].max_images = self.max_images
 
     def parent(self, name: str) -> str:
         return self.chance.choice(self.names[: self.names.index(name)])
@@ -115,7 +120,7 @@ class Storm:
         left = self.net.rooms[name]
         self.net.stop(name)
         self.net.start(name)
-        self.net.nodes[name].patch_mode = self.chance.choice(self.modes)
+        self.fit_out(name)
         if self.chance.random() < 0.7:
             self.net.resume(name, left)
         self.move(name)
@@ -150,10 +155,11 @@ def weather(seed: int, num_events: int) -> None:
         net.check()
     # The weather clears: nothing is lost any more, and the learner's Pulse makes nodes ask.
     storm.code_all()
-    for round_ in range(100):
+    for round_ in range(110):
         storm.heed_failures()
         net.settle()
-        # Last, as long as two silences of somebody whom all parents have failed before.
+        # Last, as long as two silences of somebody whom all parents have failed before, and as the
+        # longest pause before another search for space.
         net.wait(0.3 if round_ < 95 else 10.0)
         for name in storm.names[1:]:
             net.perform(name, net.nodes[name].receiver.requests.subscribe(now=net.now))

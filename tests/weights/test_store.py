@@ -74,6 +74,15 @@ def test_the_newest_image_is_kept_half_as_it_is_and_an_older_half_is_not() -> No
     assert store.newest_known == v(3)
 
 
+def test_where_space_is_lacking_the_newest_whole_image_and_what_is_in_use_stay() -> None:
+    store = whole(ItemStore(keep_versions=2), 1, 2, 3)
+    begun(store, 4)
+    assert expendable(store, [(v(1), FULL)]) == []
+    dropped = expendable(store, [(v(1), FULL)], lacks_space=True)
+    assert dropped == [(v(2), FULL), (v(4), FULL)]
+    assert expendable(store, [(v(4), FULL)], lacks_space=True) == [(v(1), FULL), (v(2), FULL)]
+
+
 def test_a_keyframe_and_the_deltas_on_top_of_it_are_kept_until_they_exceed_an_image() -> None:
     store = whole(ItemStore(keep_versions=1), 6)
     store.encoded_versions[v(1), form_on(None)] = encoded_of(1, None)

@@ -2,7 +2,8 @@
 
 A node keeps these items:
 
-* the newest `keep_versions` complete images; only the newest one while an item lacks space;
+* the newest `keep_versions` complete images, and the newest image, complete or not; while an item
+  lacks space, only the newest complete image;
 * for nodes that join late, the newest keyframe and the newest deltas; these deltas are in total
   smaller than an image;
 * items that this node is coding, fetching or decoding, and items that children are fetching.
@@ -28,17 +29,15 @@ def expendable(
     """Return the items to drop.
 
     All items are dropped except the items in `keep`, the newest items, and the items that other
-    nodes may need. If `lacks_space` is true, only the newest complete image is kept.
+    nodes may need. If `lacks_space` is true, of the images only the newest complete one is kept.
     """
     images, encoded_versions = store.images, store.encoded_versions
     kept = set(keep)
     whole = sorted((v for v, image in images.items() if image.is_complete), reverse=True)
-    kept.update((version, FULL) for version in whole[: 1 if lacks_space else store.keep_versions])
-    kept.update(
-        (version, FULL)
-        for version in (max(images, default=None), store.newest_sealed)
-        if version is not None
-    )
+    newest: list[PolicyVersion | None] = [*whole[:1]]
+    if not lacks_space:
+        newest += [*whole[: store.keep_versions], max(images, default=None), store.newest_sealed]
+    kept.update((version, FULL) for version in newest if version is not None)
     kept.update(_worthwhile_encoded(store))
     for item, encoded in encoded_versions.items():
         is_newest = encoded.is_ready and item[0] > max(whole, default=item[0])
