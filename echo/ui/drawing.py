@@ -79,9 +79,10 @@ class InAscii:
 
 
 def fit(text: Text, width: int) -> Text:
-    """Return `text` cut or padded to exactly `width` cells."""
+    """Return `text` padded to exactly `width` cells, or cut, with an ellipsis at its end."""
     fitted = text.copy()
-    fitted.truncate(max(width, 0), pad=True)
+    fitted.rstrip()  # spaces that do not fit are no loss
+    fitted.truncate(max(width, 0), overflow="ellipsis" if width > 0 else "crop", pad=True)
     return fitted
 
 

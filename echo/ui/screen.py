@@ -52,13 +52,13 @@ _NUMBER_COLUMNS = frozenset({
     "seen",
 })  # fmt: skip
 _DISPENSABLE_COLUMNS = (
-    "seen", "$/h", "rtt", "parent", "errors", "up/s", "leases", "role", "reward", "down/s",
-    "mismatch", "tok/s", "stale",
+    "seen", "$/h", "rtt", "parent", "errors", "up/s", "leases", "mismatch", "role", "reward",
+    "down/s", "tok/s", "stale",
 )  # fmt: skip
 """Columns that are left out, in this order, until the remaining columns fit."""
 _OPTIONAL_COLUMNS = frozenset({"mismatch", "reward", "rtt", "errors", "$/h"})
 """Columns that are left out as long as no node has a value for them."""
-_MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": 16}
+_MAX_CELL_WIDTHS = {"node": 12, "parent": 12, "state": len("waiting for weights")}
 """If the space is too small, cells of these columns are cut to these widths."""
 
 
@@ -222,9 +222,11 @@ def status(snapshot: RunStatus, width: int, *, num_wait_rows: int) -> list[Rende
         f"{snapshot.num_leased} leased",
     ]
     if (last := snapshot.last_step) is not None:
-        flow.append(f"{short_count(last.accepted_tokens_per_s)} tokens/s in the last step")
-        if last.useful_share is not None:
-            flow.append(f"{last.useful_share:.0%} useful")
+        rate = f"{short_count(last.accepted_tokens_per_s)} tokens/s"
+        flow += [rate] if last.useful_share is None else [rate, f"{last.useful_share:.0%} useful"]
+        when = " in the last step"
+        if _LABEL_WIDTH + len("   ".join(flow)) + len(when) <= width:
+            flow[2] += when
     groups = _labelled("groups", "   ".join(flow))
     newest = snapshot.versions[0] if snapshot.versions else _NO_VERSION
     version = _labelled("weights", f"{clean(newest.version)} ")
@@ -450,8 +452,9 @@ class _Column:
 
 def _align(cell: str, column: _Column) -> str:
     missing = " " * max(column.width - cell_len(cell), 0)
-    text = missing + cell if column.is_number else cell + missing
-    return set_cell_size(text, column.width)
+    if cell_len(cell) > column.width:
+        return set_cell_size(cell, column.width - 1) + "…"
+    return missing + cell if column.is_number else cell + missing
 
 
 def _number(value: float | None, form: str) -> str:

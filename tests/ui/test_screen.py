@@ -183,6 +183,48 @@ def test_node_table_keeps_nodes_in_trouble_and_sums_up_the_rest() -> None:
     assert rows[4] == "and 27 more: 27 generating"
 
 
+def test_a_terminal_of_80_columns_cuts_no_figure_and_marks_what_it_cuts(
+    make_status: MakeStatus,
+) -> None:
+    status = make_status()
+    assert status.last_step is not None
+    cost = CostStatus(
+        per_h=0.76,
+        total=0.29,
+        per_million_tokens=101.0,
+        standby_per_h=0.0,
+        unconfirmed_per_h=0.0,
+        budget_per_run=None,
+        num_active=1,
+        num_standby=1,
+        decision="the active workers are too many for the links: 1 of 2 workers active; publish "
+        "less often",
+    )
+    nodes = [
+        NodeStatus(
+            node_id=f"relay-of-region-{number}",
+            role="relay",
+            state=state,
+            version="v23/L2",
+            mismatch_kl=0.0085,
+            reward=0.15,
+            bytes_per_s=1e6,
+        )
+        for number, state in enumerate(["waiting for leases", "waiting for newer weights"])
+    ]
+    last_step = replace(status.last_step, useful_share=0.33)
+    status = make_status(cost=cost, nodes=tuple(nodes), last_step=last_step)
+    shown = screen.status(status, 80, num_wait_rows=1)
+    groups, decision = plain(shown[0]), plain(shown[-1])
+    assert groups.rstrip().endswith("5 leased   1.23k tokens/s   33% useful")
+    assert decision.endswith("1 of 2 workers active; …")
+    heading, *rows = map(plain, screen.node_rows(nodes, 80))
+    assert rows[0].startswith("relay-of-reg… relay")
+    assert rows[0].rstrip().endswith("waiting for leases")
+    assert rows[1].rstrip().endswith("waiting for newer weights")
+    assert {len(row) for row in (groups, decision, heading, *rows)} == {80}
+
+
 def test_long_waits_wrap_and_end_visibly_cut(make_status: MakeStatus) -> None:
     snapshot = make_status(waiting_for="12 groups; " + "9 on w3, which waits for v17 " * 9)
     rows = screen.status(snapshot, 60, num_wait_rows=2)
