@@ -521,7 +521,7 @@ def _stack(
 
 
 _TRAINS, _WAITS, _PUBLISHES, _OTHER = COLORS[0], COLORS[1], COLORS[2], FAINT
-_STAGE_COLORS = ("#dd8452", "#e7a977", "#c44e52", "#f0c9a4", "#8c564b", "#e377c2", "#7f7f7f")
+_STAGE_COLORS = ("#dd8452", "#8172b3", "#c44e52", "#d9b23c", "#e377c2", "#8c564b", "#64b5cd")
 
 
 def _timeline(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
