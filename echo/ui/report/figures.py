@@ -267,7 +267,7 @@ def _draw_curve(curve: StepCurve, axes: Axes, runs: Sequence[ReportedRun]) -> bo
     is_part = len(runs) > 1 and len(curve.metrics) > 1
     axes.set_ylabel(f"{curve.unit}: {first}" if is_part else curve.unit)
     if curve.is_log and min(values) > 0:
-        _set_log(axes, values)
+        _set_limits_around_one(axes, values)
     elif curve.is_share:
         _percent(axes)
         axes.set_ylim(0, max(1.0, *values) * 1.02 if curve.is_whole else None)
@@ -321,7 +321,12 @@ def _line_of_each(
     return any(points for _, points in lines)
 
 
-def _set_log(axes: Axes, values: Sequence[float]) -> None:
+def _set_limits_around_one(axes: Axes, values: Sequence[float]) -> None:
+    """Show all values and 1 on a logarithmic axis.
+
+    If the values are close to each other, the axis is linear, because a logarithmic one would have
+    one tick or two.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = min(*values, 1.0), max(*values, 1.0)
@@ -347,6 +352,9 @@ def _by_step(axes: Axes, runs: Sequence[ReportedRun]) -> None:
             axes.annotate(
                 "resumed", (began.fork_step, 1), xycoords=("data", "axes fraction"),
                 xytext=(2, -2), textcoords="offset points", fontsize=7, va="top", color="#666666",
+    if high / low < 5:
+        return
+    axes.set_yscale("log")
             )  # fmt: skip
 
 
