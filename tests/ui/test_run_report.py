@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import json
 import re
@@ -9,12 +10,14 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from echo.core.errors import ConfigError, DataError, StorageError
 from echo.core.rollout import PolicyVersion
+from echo.fleet.explain import WaitStage
 from echo.records.ledger import Ledger
 from echo.ui.report import figures
 from echo.ui.report.figures import Plot, draw_all, learning_curve
@@ -25,6 +28,9 @@ from echo.ui.sinks import MetricsWriter
 from echo.ui.trace import ALL, parse_window, render_trace
 from tests.records.rows import write_ledger
 from tests.ui.conftest import MakeRun, evaluation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Figure = pytest.importorskip("matplotlib.figure").Figure
 EVIL = "<script>alert(1)</script>\x1b[2J\u202e"
@@ -265,6 +271,39 @@ def test_every_reward_is_within_the_figure(
     values = [value for line in axes.lines for value in line.get_ydata()]
     assert low <= min(values)
     assert max(values) <= high
+
+
+def curve_of(run_dir: Path, name: str) -> Axes:
+    """Draw the figure of this name; return its axes."""
+    axes: Axes = Figure(layout="constrained").subplots()
+    [curve] = [curve for curve in figures.CURVES if curve.name == name]
+    assert figures._draw_curve(curve, axes, [read_run(run_dir)])
+    return axes
+
+
+def test_a_step_without_a_value_interrupts_the_line(run_dir: Path) -> None:
+    add_columns(run_dir, entropy__mean=lambda step: None if step in {3, 4, 6} else float(step))
+    line, dots = curve_of(run_dir, "entropy").lines
+    values = np.asarray(line.get_ydata(), float)
+    assert np.isnan(values).tolist() == [False, False, True, False, True] + [False] * 4
+    assert values[~np.isnan(values)].tolist() == [1, 2, 5, 7, 8, 9, 10]
+    assert np.asarray(dots.get_xdata()).tolist() == [5]
+
+
+@pytest.mark.parametrize("largest", [1.1, 4.0, 40.0, 1e5])
+def test_the_largest_ratio_can_be_read_at_the_axis(run_dir: Path, largest: float) -> None:
+    add_columns(run_dir, is_ratio__max=largest, is_ratio__mean=1.0)
+    axes = curve_of(run_dir, "is_ratio")
+    low, high = axes.get_ylim()
+    assert low <= 1 < largest <= high
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
+
+
+def test_no_two_parts_of_a_step_have_nearly_the_same_colour() -> None:
+    colors = (figures._TRAINS, figures._PUBLISHES, *figures._STAGE_COLORS)
+    assert len(figures._STAGE_COLORS) >= len(WaitStage)
+    hues = sorted(colorsys.rgb_to_hsv(*bytes.fromhex(color[1:]))[0] for color in colors)
+    assert min(high - low for low, high in itertools.pairwise(hues)) > 10 / 360
 
 
 def test_a_figure_is_below_the_heading_of_its_part(run_dir: Path) -> None:

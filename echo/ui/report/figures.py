@@ -7,9 +7,11 @@ runs has one line per run. Figures without data are left out.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -299,8 +301,27 @@ def _points(rows: Sequence[MetricsRow], metric: str) -> list[tuple[float, float]
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
-    xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, "o-" if len(points) == 1 else "-", color=color, linewidth=1.6, label=label)
+    """Draw a line through the values of successive steps.
+
+    A step without a value interrupts the line. A value with none beside it is a dot.
+    """
+    steps = {step for step, _ in points}
+    alone = [step - 1 not in steps and step + 1 not in steps for step, _ in points]
+    xs, ys = _interrupted(points)
+    axes.plot(xs, ys, color=color, linewidth=1.6, label=label)
+    dots = [point for point, is_alone in zip(points, alone, strict=True) if is_alone]
+    if dots:
+        axes.plot(*zip(*dots, strict=True), "o", color=color, markersize=3)
+
+
+def _interrupted(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return the steps and the values of the points, with NaN where steps have no value."""
+    found = list(points[:1])
+    for before, point in pairwise(points):
+        if point[0] > before[0] + 1:
+            found.append((before[0] + 1, math.nan))
+        found.append(point)
+    return [x for x, _ in found], [y for _, y in found]
 
 
 def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -330,8 +351,10 @@ def _set_limits_around_one(axes: Axes, values: Sequence[float]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = min(*values, 1.0), max(*values, 1.0)
-    axes.set_yscale("log")
     axes.set_ylim(low / 1.1, high * 1.1)
+    if high / low < 5:
+        return
+    axes.set_yscale("log")
     subs = (1.0, 2.0, 5.0) if high / low < 1e3 else (1.0,)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -352,9 +375,6 @@ def _by_step(axes: Axes, runs: Sequence[ReportedRun]) -> None:
             axes.annotate(
                 "resumed", (began.fork_step, 1), xycoords=("data", "axes fraction"),
                 xytext=(2, -2), textcoords="offset points", fontsize=7, va="top", color="#666666",
-    if high / low < 5:
-        return
-    axes.set_yscale("log")
             )  # fmt: skip
 
 
@@ -390,15 +410,16 @@ def _reward(axes: Axes, runs: Sequence[ReportedRun]) -> bool:
     for color, run in zip(_colors(len(runs)), runs, strict=True):
         rows = [row for row in run.history.train if row["reward/mean"] is not None]
         points = _points(rows, "reward/mean")
-        steps, means = [step for step, _ in points], [mean for _, mean in points]
+        means = [mean for _, mean in points]
         name = "mean of the steps, smoothed" if len(runs) == 1 else short(run.name)
         if rows and len(runs) == 1:
-            spreads = [row.get("reward/std") or 0.0 for row in rows]
-            low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
-            high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+            spreads = [(row["step"], row.get("reward/std") or 0.0) for row in rows]
+            (steps, middle), (_, spread) = _interrupted(points), _interrupted(spreads)
+            low = [mean - std for mean, std in zip(middle, spread, strict=True)]
+            high = [mean + std for mean, std in zip(middle, spread, strict=True)]
             label = "± standard deviation"
             axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0, label=label)
-            axes.plot(steps, means, color=color, alpha=0.35, linewidth=0.8)
+            axes.plot(steps, middle, color=color, alpha=0.35, linewidth=0.8)
         if rows:
             _line(axes, _smooth(points), color, name)
         drawn |= bool(rows)
