@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ from echo.runtime.agents.sessions import (
     group_of,
 )
 from echo.runtime.agents.turns import Turn, num_sampled_of, tree_of
-from echo.runtime.threads import ThreadPools
+from echo.runtime.threads import MAX_BLOCKING, ThreadPools
 from echo.tasks.tokenization import TextCodec
 from echo.wire.messages import Lease
 from tests.wire.sets import is_same_sets, make_sets
@@ -74,7 +75,8 @@ def make_agents(run: Callable[..., Awaitable[object]]) -> Agents:
     count = counters.add
     role = Mock(outbox=[], installed_version=V1, counters=counters, count=count, tokens_sampled=0)
     parts = Mock(group_size=1, session_timeout_s=60.0, max_rollout_tokens=100, max_abs_reward=1.0)
-    return Agents(parts, role, Mock(), node=Mock(now=0.0), pool=Mock(run=run))
+    threads = Mock(pool=Mock(return_value=Mock(run=run)))
+    return Agents(parts, role, Mock(), node=Mock(now=0.0), threads=threads)
 
 
 def begin_with(agents: Agents, lease: Lease) -> Session:
@@ -138,6 +140,34 @@ def test_a_context_becomes_tokens_in_a_thread_and_its_session_may_end_meanwhile(
     session = begin_with(agents, lease_of(3))
     with pytest.raises(SessionError, match="no open session"):
         asyncio.run(agents.call(session.session_id, "1+1=", CallOptions()))
+
+
+def test_a_call_does_not_wait_for_the_rewards_of_other_sessions() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        agents, threads = make_agents(run_question), ThreadPools()
+        agents = Agents(agents.parts, agents.role, Mock(), node=agents._node, threads=threads)
+        agents.parts.reward = lambda *_: gate.wait(60)  # type: ignore[misc]
+        agents.parts.dialogue.continue_text.return_value = PROMPT, None  # type: ignore[attr-defined]
+        sample_at(agents, completion_of([0]))
+        example = {"index": 0, "split": "train", "prompt": "?"}
+        rewards = []
+        for group_id in range(MAX_BLOCKING):
+            agents.take([msgspec.structs.replace(lease_of(group_id), example=example)])
+            session = await agents.begin(wait_s=0.0)
+            assert session is not None
+            session.turns.append(turn_of([1], [2]))
+            rewards.append(asyncio.create_task(agents.reward(session.session_id, None)))
+        try:
+            async with asyncio.timeout(20):
+                await agents.call(None, "Q: ", CallOptions())
+        finally:
+            gate.set()
+        await asyncio.gather(*rewards)
+        threads.close()
+
+    asyncio.run(main())
 
 
 def sample_at(agents: Agents, *completions: Completion) -> None:

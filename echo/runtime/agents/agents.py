@@ -45,7 +45,7 @@ from echo.runtime.agents.sessions import (
 )
 from echo.runtime.agents.turns import Turn, num_sampled_of
 from echo.runtime.node import DialingNode
-from echo.runtime.threads import Pool
+from echo.runtime.threads import MAX_BLOCKING, Threads
 from echo.tasks.task import Example
 from echo.tasks.tokenization import UNUSABLE, unmarked
 from echo.wire.messages import Lease
@@ -110,15 +110,16 @@ class Agents:
         sampler: CallSampler,
         *,
         node: DialingNode,
-        pool: Pool,
+        threads: Threads,
     ) -> None:
         """Start without leases. The caller must run `watch`."""
         self.parts = parts
         self.role = role
         self._sampler = sampler
         self._node = node
-        self._pool = pool
-        """The threads for tokenization and rewards."""
+        # Calls must not wait for slow rewards, so the two have threads of their own.
+        self._text_pool = threads.pool("agent-text", MAX_BLOCKING)
+        self._reward_pool = threads.pool("agent-reward", MAX_BLOCKING)
         self._episodes = Episodes(group_size=parts.group_size, timeout_s=parts.session_timeout_s)
         self._num_waiting = 0
         self._num_plain = 0
@@ -219,7 +220,7 @@ class Agents:
             example = Example(**session.lease.example)
             session.is_scored = True  # so that it does not time out
             try:
-                reward = await self._pool.run(self.parts.reward, example, text)
+                reward = await self._reward_pool.run(self.parts.reward, example, text)
             finally:
                 session.is_scored = False
                 session.touched_at = self._node.now
@@ -303,7 +304,9 @@ class Agents:
         known = [] if session is None else list(session.turns)
         try:
             # In a thread, so that other calls are answered while a long context is tokenized.
-            ids, parent, text = await self._pool.run(self._tokens, prompt, options.tools, known)
+            ids, parent, text = await self._text_pool.run(
+                self._tokens, prompt, options.tools, known
+            )
         except UNUSABLE as error:
             raise DataError(f"the prompt cannot be turned into tokens: {error}") from error
         session = self._session_of(session_id)  # it may have ended by now

@@ -537,7 +537,7 @@ class WorkerNode(DialingNode):
 
     def _begin_agents(self, parts: AgentParts) -> None:
         sampler = CallSampler(self.parts.engine, NodeWatcher(self), threads=self.threads)
-        self._agents = Agents(parts, self.role, sampler, node=self, pool=self._reward_pool)
+        self._agents = Agents(parts, self.role, sampler, node=self, threads=self.threads)
         self.spawn(sampler.run(), name="agent-calls")
         self.spawn(self._agents.watch(), name="agent-sessions")
         self.spawn(serve_agents(self._agents, log=self.log), name="endpoint")
