@@ -517,6 +517,10 @@ class EvalSection(Section):
     """Temperature of evaluations; unset: sampling.temperature. A greedy score is always added."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """top_p of evaluations; unset: sampling.top_p."""
+    top_k: int | None = Field(default=None, ge=0)
+    """top_k of evaluations; unset: sampling.top_k."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """min_p of evaluations; unset: sampling.min_p."""
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """Largest number of tokens of an evaluation's answer; unset: sampling.max_completion_tokens."""
 
@@ -701,10 +705,13 @@ class Config(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingSection:
-        """The sampling settings of evaluations: those of the training with changes from `eval`."""
+        """The sampling settings of evaluations: those of the training with changes from `eval`.
+
+        `stop` and `min_tokens` say where the task's answers end, so evaluations never change them.
+        """
         own = {
             name: value
-            for name in ("temperature", "top_p", "max_completion_tokens")
+            for name in ("temperature", "top_p", "top_k", "min_p", "max_completion_tokens")
             if (value := getattr(self.eval, name)) is not None
         }
         return self.sampling.model_copy(update=own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -20,6 +21,16 @@ def test_every_key_has_help_and_profiles_list_the_same_keys() -> None:
         assert len(leaf.help) > 12, leaf.key
     keys = {leaf.key for leaf in every_leaf()}
     assert PROFILES["lan"].keys() == PROFILES["wan"].keys() <= keys
+
+
+def test_an_evaluation_samples_as_the_training_but_for_its_own_settings() -> None:
+    sampling = {"top_k": 5, "min_p": 0.1, "top_p": 0.5, "temperature": 0.7, "min_tokens": 2}
+    given: dict[str, Any] = {"sampling": {**sampling, "stop": ["</a>"], "max_completion_tokens": 9}}
+    config = parse_config(given)
+    assert config.evaluation_sampling == config.sampling
+    own = {"top_k": 0, "min_p": 0.0, "top_p": 1.0, "temperature": 0.6, "max_completion_tokens": 99}
+    config = parse_config({**given, "eval": own})
+    assert config.evaluation_sampling == config.sampling.model_copy(update=own)
 
 
 JOIN = f"tcp://10.0.0.5:7700#{'k' * 43}.{'s' * 22}.{'f' * 22}"
