@@ -159,8 +159,9 @@ def test_a_call_does_not_wait_for_the_rewards_of_other_sessions() -> None:
             assert session is not None
             session.turns.append(turn_of([1], [2]))
             rewards.append(asyncio.create_task(agents.reward(session.session_id, None)))
+        await asyncio.sleep(0)  # the rewards take the threads
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(10):
                 await agents.call(None, "Q: ", CallOptions())
         finally:
             gate.set()
