@@ -180,14 +180,15 @@ four=("${bench[@]}" step --model Qwen3-4B --tokens 8192 --ways packed --checkpoi
 as_ranks=("$python" -m torch.distributed.run --nproc-per-node 1 "${publish[@]:1}")
 
 # Each of the likeliest first failures of vLLM on CUDA, the first ones within a minute: what is
-# installed and compiles; attention, probe and a swap by processes; two that start together on one
-# GPU; a batch in flight at a swap; captured graphs; patches, with their bits; adapters.
+# installed and compiles; attention, probe, a swap and recorded ids by processes; two that start
+# together on one GPU; a batch in flight at a swap; captured graphs; patches, with their bits;
+# adapters.
 vllm_tests=("${tests[@]}" -x -m gpu tests/engine/test_vllm_gpu.py -k)
 vllm_parts() { # part
     run "$1" vllm-installed 30 "$python" -c "import torch, vllm; from echo.engine.vllm.starting \
 import find_missing_compiler, find_missing_plugin as plugin; \
 print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())"
-    run "$1" vllm-eager 60 "${vllm_tests[@]}" eager
+    run "$1" vllm-eager 90 "${vllm_tests[@]}" eager
     run "$1" vllm-keep 45 "${vllm_tests[@]}" keep
     run "$1" vllm-two 75 "${vllm_tests[@]}" measured
     run "$1" vllm-patch 60 "${start[@]}" bench/bench_vllm_patch.py --device cuda \

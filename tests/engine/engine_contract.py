@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -82,25 +81,21 @@ def run(engine: Engine, requests: Sequence[Request], how: Sampling = PLAIN) -> l
 
 
 @torch.no_grad()
-def support_sizes(
+def reference_distributions(
     model: Module, prompt: Request, completion: Completion, how: Sampling
-) -> npt.NDArray[np.int64]:
-    """The number of ids that each token could have been by a model's own logits."""
+) -> Tensor:
+    """[T, V] by one full forward over prompt and completion: no cache, no padding, no batch."""
     ids = torch.tensor([*prompt.context_ids.tolist(), *completion.token_ids.tolist()])
     logits = model(input_ids=ids[None]).logits[0, len(prompt.context_ids) - 1 : -1]
-    sizes: npt.NDArray[np.int64] = sampling_logprobs(logits, how).isfinite().sum(1).numpy()
-    return sizes
+    return sampling_logprobs(logits, how)
 
 
-@torch.no_grad()
 def reference_logprobs(
     model: Module, prompt: Request, completion: Completion, how: Sampling
 ) -> np.ndarray:
-    """One full forward over prompt and completion: no cache, no padding, no batch."""
-    ids = torch.tensor([*prompt.context_ids.tolist(), *completion.token_ids.tolist()])
-    start = len(prompt.context_ids)
-    logits = model(input_ids=ids[None]).logits[0, start - 1 : -1]
-    return sampling_logprobs(logits, how).gather(1, ids[start:, None])[:, 0].numpy()
+    """The log-probability of each sampled token."""
+    drawn = torch.from_numpy(completion.token_ids).long()[:, None]
+    return reference_distributions(model, prompt, completion, how).gather(1, drawn)[:, 0].numpy()
 
 
 def assert_the_learners(
@@ -113,6 +108,54 @@ def assert_the_learners(
     """Check the log-probabilities of some tokens against a model's own."""
     expected = reference_logprobs(model, prompt, completion, how)[part]
     np.testing.assert_allclose(completion.logprobs[part], expected, atol=TOLERANCE)
+
+
+def assert_supports(
+    completion: Completion,
+    model: Module,
+    prompt: Request,
+    how: Sampling,
+    *,
+    least_alike: float = 0.9,
+    most_apart: int = 1,
+) -> None:
+    """Check the support of each token against a model's own.
+
+    Rounding may move so many ids over the end of a set, and leaves so large a share alike.
+    """
+    support = completion.support
+    assert support is not None
+    assert support.num_tokens == len(completion.token_ids)
+    assert support.includes(completion.token_ids).all()
+    allowed = reference_distributions(model, prompt, completion, how).isfinite()
+    sizes = allowed.sum(1).numpy()
+    found = np.where(support.counts > 0, support.counts, allowed.shape[1])
+    assert (found == sizes).mean() > least_alike
+    assert abs(found - sizes).max() <= most_apart
+
+
+def assert_likely(
+    completion: Completion,
+    model: Module,
+    prompt: Request,
+    how: Sampling,
+    tolerance: float = TOLERANCE,
+) -> int:
+    """Check that the likely ids are a model's own, but for ids that rounding cannot tell apart.
+
+    Return how many sampled tokens are not among theirs.
+    """
+    likely = completion.likely
+    assert likely is not None
+    assert likely.logprobs is not None
+    expected = reference_distributions(model, prompt, completion, how)
+    k = min(how.likely_ids, expected.shape[1])
+    assert likely.sizes.tolist() == [k] * len(completion.token_ids)
+    own = expected.gather(1, torch.from_numpy(likely.ids).long().view(-1, k))
+    np.testing.assert_allclose(likely.logprobs, own.flatten(), atol=tolerance)
+    ordered, most = own.sort(descending=True).values, expected.topk(k).values
+    np.testing.assert_allclose(ordered, most, atol=tolerance)
+    return int((~likely.includes(completion.token_ids)).sum())
 
 
 def versions_of(completion: Completion) -> list[PolicyVersion]:
@@ -303,15 +346,8 @@ class EngineContract(PatchContract):
             assert completion.logprobs.dtype == np.float32
             assert_the_learners(completion, models[0], prompt, how)
             assert (completion.support is not None) == how.has_support
-            if completion.support is not None:
-                assert completion.support.num_tokens == len(completion.token_ids)
-                assert completion.support.includes(completion.token_ids).all()
-                sizes = support_sizes(models[0], prompt, completion, how)
-                found = completion.support.counts
-                found = np.where(found > 0, found, 32)
-                # Rounding may move an id over the end of a set.
-                assert (found == sizes).mean() > 0.9
-                assert abs(found - sizes).max() <= 1
+            if how.has_support:
+                assert_supports(completion, models[0], prompt, how)
 
     @pytest.mark.parametrize("likely_ids", [3, 40])
     def test_the_likely_ids_are_the_samplers(
@@ -322,20 +358,7 @@ class EngineContract(PatchContract):
         num_beyond = 0
         requests = mixed_requests(8)
         for prompt, completion in zip(requests, run(engine, requests, how), strict=True):
-            ids = torch.tensor([*prompt.context_ids.tolist(), *completion.token_ids.tolist()])
-            start = len(prompt.context_ids)
-            with torch.no_grad():
-                logits = models[0](input_ids=ids[None]).logits[0, start - 1 : -1]
-            expected = sampling_logprobs(logits, how)
-            likely = completion.likely
-            assert likely is not None
-            assert likely.logprobs is not None
-            most = expected.topk(min(likely_ids, expected.shape[1])).indices.sort(-1).values
-            assert likely.ids.tolist() == most.flatten().tolist()
-            assert likely.sizes.tolist() == [most.shape[1]] * len(completion.token_ids)
-            own = expected.gather(1, most).flatten().numpy()
-            np.testing.assert_allclose(likely.logprobs, own, atol=TOLERANCE)
-            num_beyond += int((~likely.includes(completion.token_ids)).sum())
+            num_beyond += assert_likely(completion, models[0], prompt, how)
         assert (num_beyond > 0) == (likely_ids == 3)
 
     def test_the_seed_decides(self, engine: Engine) -> None:
