@@ -155,6 +155,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "whose group another worker finished first.",
         "agents/chains": "Mean number of chains of an episode: 1 unless agents rewrite their "
         "history or make calls in parallel.",
+        "agents/turns": "Mean number of an agent's answered calls per episode.",
         "engine/out_of_memory": "Times that an engine ran out of memory and halved its rollouts.",
         "engine/calls_failed": "Calls of an engine that raised; the group at fault ended.",
         "engine/installs_failed": "Versions that an engine refused; it kept the one before.",
@@ -226,7 +227,7 @@ _OTHER_NAMES = {
     "env/episodes",  # what env/turns and env/tool_calls are divided by
     # Become shares.
     *("agents/tokens_sampled", "agents/tokens_trained", "agents/tokens_abandoned"),
-    *("agents/num_episodes", "agents/num_chains"),
+    *("agents/num_episodes", "agents/num_chains", "agents/num_turns"),
     # Counters of workers and relays, which write no metrics.
     *("count/cancelled", "count/failed/*", "count/forwarded/down", "count/forwarded/up"),
     *("count/dropped/no_link", "count/partials_unsaved", "weights/busy_ms"),

@@ -220,6 +220,7 @@ def test_a_task_judges_the_last_answer_and_all_tokens_are_trained() -> None:
         "agents/tokens_trained": 4,
         "agents/num_episodes": 1,
         "agents/num_chains": 2,
+        "agents/num_turns": 2,
     }
 
 

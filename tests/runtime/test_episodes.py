@@ -33,6 +33,7 @@ from echo.tasks.rewards import InlineHost, Limits, RewardError
 from echo.tasks.task import Example, load_task
 from tests.promises.world import StubEngine
 from tests.roles.harness import make_lease
+from tests.tasks.test_environment import Calculator, call
 from tests.wire.sets import make_sets
 
 STOP = 0
@@ -249,6 +250,25 @@ def test_an_environment_that_never_ends_is_ended_and_counted() -> None:
     assert (counts["env/turn_limit"], counts["env/episodes"], counts["env/turns"]) == (1, 1, 2)
     assert counts["env/tool_calls"] == 0
     assert len(engine.calls) == 2
+
+
+def test_turns_and_tool_calls_of_an_episode_are_counted() -> None:
+    lines = [call("add", '{"a": 1, "b": 2}') + call("divide", '{"a": 1, "b": 2}'), "It is 3."]
+    task, text = Calculator(), Characters()
+    host = InlineHost(task, Limits(score_s=60.0, step_s=60.0))
+    engine = Script(lambda member, turn: lines[turn])
+    runner = EpisodeRunner(engine, host, text, max_turns=lambda _: 8)  # type: ignore[arg-type]
+    opening = Opening(
+        name="0.0",
+        prompt_ids=np.array([9, 9], np.int32),
+        example=task.example(0, split="train"),
+        seeds=range(1),
+    )
+    rollout = only(runner.play([opening], replace(SAMPLING, max_completion_tokens=500)))
+    runner.close()
+    assert rollout.reward == 1.0
+    counts = host.take_counts()
+    assert (counts["env/episodes"], counts["env/turns"], counts["env/tool_calls"]) == (1, 2, 2)
 
 
 def test_each_task_of_a_mixture_has_its_own_limit_on_turns() -> None:

@@ -406,9 +406,10 @@ def test_what_is_rare_is_shown_from_its_first_time_on_and_of_no_call_nothing() -
 def test_the_trained_share_of_what_agents_sample_is_of_the_last_step() -> None:
     metrics = TaskMetrics(is_resumed=False)
     counts: dict[str, int] = {"agents/tokens_sampled": 90, "agents/tokens_trained": 30}
-    counts |= {"agents/num_episodes": 4, "agents/num_chains": 6}
+    counts |= {"agents/num_episodes": 4, "agents/num_chains": 6, "agents/num_turns": 10}
     first = {"w1": dict(counts), "w2": {}}
     expected = {"agents/trained_share": 1 / 3, "agents/abandoned_share": 0, "agents/chains": 1.5}
+    expected["agents/turns"] = 2.5
     assert metrics.row(first) == pytest.approx(expected)
     assert metrics.row(first) == {}
     counts |= {"agents/tokens_sampled": 110, "agents/tokens_trained": 45}

@@ -257,6 +257,7 @@ class Agents:
         count("agents/tokens_trained", group.num_trained)
         count("agents/num_episodes", len(outcomes))
         count("agents/num_chains", num_chains)
+        count("agents/num_turns", sum(len(outcome.turns) for outcome in outcomes))
         self._node.report(GroupFinished(group))
 
     def _count_abandoned(self) -> None:

@@ -766,11 +766,13 @@ AGENT_COUNTS = (
     "agents/tokens_abandoned",
     "agents/num_episodes",
     "agents/num_chains",
+    "agents/num_turns",
 )
 """Names of counts that cover finished sessions.
 
 The counts are, in order: all sampled tokens, the tokens delivered for training, the tokens of
-sessions that were given up, the delivered episodes, and the chains of these episodes.
+sessions that were given up, the delivered episodes, and the chains and the answered calls of these
+episodes.
 """
 TRAINED_SHARE = "agents/trained_share"
 ABANDONED_SHARE = "agents/abandoned_share"
@@ -808,12 +810,13 @@ class TaskMetrics:
             self._before[node] = counts
         self._seen.update(name for name in names if sums[name])
         row: dict[str, float] = {name: sums[name] for name in RARE if name in self._seen}
-        sampled, trained, abandoned, episodes, chains = (sums[name] for name in AGENT_COUNTS)
+        sampled, trained, abandoned, episodes, chains, turns = map(sums.__getitem__, AGENT_COUNTS)
         if sampled:
             row[TRAINED_SHARE] = trained / sampled
             row[ABANDONED_SHARE] = abandoned / sampled
         if episodes:
             row["agents/chains"] = chains / episodes
+            row["agents/turns"] = turns / episodes
         if num_played := sums["env/episodes"]:
             row["env/turns"] = sums["env/turns"] / num_played
             row["env/tool_calls"] = sums["env/tool_calls"] / num_played
