@@ -1,10 +1,11 @@
-"""Makes a trace of what all nodes did.
+"""Makes a trace of what the learner did and which leases each worker held.
 
 Perfetto can show the trace; the format is Chrome's JSON trace events. The spans come from the
 ledger and the metrics, which the learner writes with its own clock. A worker's span begins when the
 learner grants a group, and ends when the learner accepts the group or ends the lease. A lease that
 a resumed learner had to end has ended with the learner before. The events within the span, such as
-reward calls, are not recorded. If spans of a worker overlap, they are in different rows.
+reward calls, and single transfers of weights are not recorded, so relays are not in the trace. If
+spans of a worker overlap, they are in different rows.
 """
 
 from __future__ import annotations
