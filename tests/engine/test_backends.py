@@ -28,6 +28,7 @@ from echo.engine.vllm import backend as vllm_backend
 from echo.engine.vllm import engine as vllm_engine
 from echo.engine.vllm import launcher as vllm_launcher
 from echo.engine.vllm.backend import (
+    TIMEOUT_S,
     Backend,
     BackendOutput,
     BackendRequest,
@@ -235,6 +236,43 @@ def test_every_token_is_told_of_also_where_an_answer_comes_between_two_looks(
     requests = [request([1, 5], n, str(n)) for n in range(12)]
     engine.generate(requests, Sampling(1.0, 1.0, 0, 7, ()), watching(on_tokens=told.append))
     assert sum(told) == 12 * 7
+
+
+@pytest.mark.parametrize("samples_others", [True, False])
+def test_vllm_is_given_up_only_where_it_samples_for_nobody(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, samples_others: bool
+) -> None:
+    """A long line of prompts, or of contexts computed anew after a swap, is not a death."""
+    [vllm] = StandIn.started
+    asked: list[BackendRequest] = []
+    answer: Future[BackendOutput] = Future()
+    now = 0.0
+
+    def submit(request: BackendRequest) -> Future[BackendOutput]:
+        asked.append(request)
+        return answer
+
+    def look() -> dict[str, int]:
+        nonlocal now
+        now += TIMEOUT_S / 2
+        if now == 3 * TIMEOUT_S:
+            answer.set_result(StandIn.submit(vllm, asked[0]).result())
+        return {"of another call": int(now) if samples_others else 7}
+
+    def die(reason: str) -> None:
+        StandIn.die(vllm, reason)
+        if not answer.done():
+            answer.set_exception(EngineDeadError(reason))
+
+    monkeypatch.setattr(vllm, "submit", submit)
+    monkeypatch.setattr(vllm, "num_sampled", look)
+    monkeypatch.setattr(vllm, "die", die)
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
+    monkeypatch.setattr(vllm_engine, "time", clock)
+    [completion] = run(engine, [request([1, 5])])
+    assert set(versions_of(completion)) == {V1}
+    assert (vllm.death is None) == samples_others
+    assert samples_others or vllm.death == Death(f"no token in {TIMEOUT_S:g} s", 0)
 
 
 def test_the_versions_of_old_tags_are_forgotten(

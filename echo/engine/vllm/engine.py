@@ -183,6 +183,8 @@ class Call:
         self._nonfinite: set[int] = set()
         """Indices of requests that were sampled again because a log-probability was not finite."""
         self._is_stopping = False
+        self._counts: dict[str, int] = {}
+        """How many tokens each request in vLLM had at the last look, those of other calls too."""
         self._progressed_at = time.monotonic()
 
     def run(self) -> list[Completion]:
@@ -271,10 +273,15 @@ class Call:
             backend.abort([r.request_id for r in self._running if r.backend is backend])
 
     def _report(self) -> None:
-        """Report new tokens. Declare vLLM dead after TIMEOUT_S without a token."""
-        counts: dict[str, int] = {}
+        """Report new tokens. Declare vLLM dead after TIMEOUT_S without a token of any call.
+
+        This call may get no token for longer than that. Its requests may have to wait until vLLM
+        has read the prompts of other calls, or has computed their caches again after a swap.
+        """
+        before, counts = self._counts, dict[str, int]()
         for backend in {running.backend for running in self._running}:
             counts |= backend.num_sampled()
+        self._counts = counts
         num_new = 0
         for running in self._running:
             num_tokens = counts.get(running.request_id, running.num_tokens)
@@ -283,7 +290,8 @@ class Call:
         now = time.monotonic()
         if num_new:
             self._watcher.on_tokens(num_new)
-        if num_new or self._held or not self._running:
+        has_sampled = any(number > before.get(name, 0) for name, number in counts.items())
+        if has_sampled or self._held or not self._running:
             self._progressed_at = now
         elif now - self._progressed_at > TIMEOUT_S:
             self._progressed_at = now
