@@ -162,9 +162,17 @@ class SetResults(NamedTuple):
 
 
 def evaluate_sets(
-    function: Any, case: Case, sets: FurtherIds, *, own: float = 1.0, **options: Any
+    function: Any,
+    case: Case,
+    sets: FurtherIds,
+    *,
+    own: float = 1.0,
+    device: str = "cpu",
+    **options: Any,
 ) -> SetResults:
     """Values and the gradients of a random combination of all outputs; rows 1 and 2 have none."""
+    case = Case(*(part.to(device) for part in case))
+    sets = FurtherIds(sets.rows.to(device), sets.ids.to(device))
     hidden = case.hidden.clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     found = function(hidden, weight, case.ids, sets, case.inv_temperature, **options)
@@ -178,9 +186,8 @@ def evaluate_sets(
     (loss + 0.3 * (of_row[1] * entropies).sum()).backward()
     assert hidden.grad is not None
     assert weight.grad is not None
-    return SetResults(
-        logprobs.detach(), entropies.detach(), further.detach(), hidden.grad, weight.grad
-    )
+    found = (logprobs, entropies, further, hidden.grad, weight.grad)
+    return SetResults(*(part.detach().cpu() for part in found))
 
 
 def check_sets(case: Case, *, value_error: float, gradient_error: float, **options: Any) -> None:

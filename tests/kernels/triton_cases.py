@@ -115,7 +115,6 @@ def test_16_bit_inputs_lose_nothing_but_the_rounding_of_gradients(
     check(make_case(gain=gain, dtype=dtype), value_error=1e-5, gradient_error=gradient_error)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="its reference is computed where the tensors are")
 @pytest.mark.parametrize(
     ("dtype", "value_error", "gradient_error"),
     [(torch.float32, 3e-6, 1e-6), (torch.bfloat16, 1e-5, 1.2e-2)],
@@ -129,6 +128,7 @@ def test_further_ids_agree_with_float64(
         gradient_error=gradient_error,
         vocab_chunk=64,
         backend="triton",
+        device=DEVICE,
     )
 
 
