@@ -177,19 +177,6 @@ def test_ess_of_rollouts_by_hand() -> None:
     assert math.isnan(rollout_ess(dict.fromkeys(sums, 0.0)))
 
 
-def test_ess_of_rollouts_by_enumeration() -> None:
-    """With a sampler that draws all 4^3 rollouts equally often, it is 1 / (1 + chi^2(pi, mu))."""
-    logits = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    learner = logits.log_softmax(1)  # of the next token, by the last
-    rollouts = torch.cartesian_prod(*[torch.arange(4)] * 3)
-    before = torch.nn.functional.pad(rollouts[:, :-1], (1, 0))
-    of_token = learner[before, rollouts] + math.log(4)
-    sums = rollout_ratio_sums(of_token, torch.ones_like(rollouts, dtype=torch.bool))
-    chi_square = 4**3 * of_token.sum(1).sub(3 * math.log(4)).exp().square().sum() - 1
-    found = rollout_ess({name: float(value) for name, value in sums.items()})
-    assert found == pytest.approx(1 / (1 + float(chi_square)), rel=1e-12)
-
-
 def test_the_same_policy() -> None:
     logprobs = torch.tensor([-0.1, -3.0, -20.0])
     assert mismatch(logprobs.requires_grad_(), logprobs.detach()) == {
