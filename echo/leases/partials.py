@@ -219,16 +219,17 @@ class ShippedPartials:
 
         `frame` has the members in encoded form. If a newer attempt has shipped at least
         `num_tokens` tokens, nothing changes. If there is too little space, the members are dropped
-        and counted.
+        and counted, and the earlier copy stays.
         """
         kept = self._kept.get(group_id)
         if kept is not None and kept.attempt > attempt and kept.num_tokens >= num_tokens:
             return
-        self.discard(group_id)
         is_too_long = len(frame) > MAX_PAYLOAD_BYTES - _LIST_BYTES
-        if is_too_long or self.num_bytes + len(frame) > self.max_bytes:
+        num_freed = 0 if kept is None else len(kept.frame)
+        if is_too_long or self.num_bytes - num_freed + len(frame) > self.max_bytes:
             self._counters.add("dropped/partials_full")
             return
+        self.discard(group_id)
         self._kept[group_id] = _Kept(attempt, num_tokens, bytes(frame))
         self.num_bytes += len(frame)
 

@@ -66,6 +66,12 @@ def test_the_bound_holds_and_the_newest_statement_of_the_newest_attempt_wins() -
     shipped.put(2, 0, b"1234567", num_tokens=7)
     assert 2 not in shipped
     assert counters["dropped/partials_full"] == 1
+    shipped.put(1, 2, b"12345678901", num_tokens=11)
+    assert counters["dropped/partials_full"] == 2
+    [(_, payload)] = shipped.grants([make_lease(1, 3)])
+    assert payload == (encode_continuations([b"1234"]),), "better an older copy than none"
+    shipped.put(1, 2, b"1234567890", num_tokens=10)
+    assert shipped.num_bytes == 10, "the copy that it replaces takes no space"
     shipped.discard(1)
     assert (shipped.num_bytes, len(shipped)) == (0, 0)
 
