@@ -238,11 +238,11 @@ def test_every_token_is_told_of_also_where_an_answer_comes_between_two_looks(
     assert sum(told) == 12 * 7
 
 
-@pytest.mark.parametrize("samples_others", [True, False])
+@pytest.mark.parametrize("what", ["samples for others", "takes weights", "nothing"])
 def test_vllm_is_given_up_only_where_it_samples_for_nobody(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, samples_others: bool
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """A long line of prompts, or of contexts computed anew after a swap, is not a death."""
+    """A long line of prompts, contexts computed anew, or a large version are not its death."""
     [vllm] = StandIn.started
     asked: list[BackendRequest] = []
     answer: Future[BackendOutput] = Future()
@@ -257,22 +257,33 @@ def test_vllm_is_given_up_only_where_it_samples_for_nobody(
         now += TIMEOUT_S / 2
         if now == 3 * TIMEOUT_S:
             answer.set_result(StandIn.submit(vllm, asked[0]).result())
-        return {"of another call": int(now) if samples_others else 7}
+        return {"of another call": int(now) if what == "samples for others" else 7}
 
     def die(reason: str) -> None:
         StandIn.die(vllm, reason)
         if not answer.done():
             answer.set_exception(EngineDeadError(reason))
 
+    def update(weights: HandedOver, tag: str, *, clears_cache: bool) -> None:
+        [completion] = run(engine, [request([1, 5])])
+        assert set(versions_of(completion)) == {V1}
+        raise EngineError("no space")
+
     monkeypatch.setattr(vllm, "submit", submit)
     monkeypatch.setattr(vllm, "num_sampled", look)
     monkeypatch.setattr(vllm, "die", die)
+    monkeypatch.setattr(vllm, "update", update)
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
     monkeypatch.setattr(vllm_engine, "time", clock)
-    [completion] = run(engine, [request([1, 5])])
-    assert set(versions_of(completion)) == {V1}
-    assert (vllm.death is None) == samples_others
-    assert samples_others or vllm.death == Death(f"no token in {TIMEOUT_S:g} s", 0)
+    if what == "takes weights":
+        with pytest.raises(EngineError, match="no space"):
+            engine.load(engine._good.tensors, V2)  # type: ignore[union-attr]
+    else:
+        [completion] = run(engine, [request([1, 5])])
+        assert set(versions_of(completion)) == {V1}
+    reason = f"no token in {TIMEOUT_S:g} s"
+    assert vllm.death == (Death(reason, 0) if what == "nothing" else None)
+    assert not engine.is_updating
 
 
 def test_the_versions_of_old_tags_are_forgotten(

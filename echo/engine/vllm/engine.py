@@ -291,7 +291,8 @@ class Call:
         if num_new:
             self._watcher.on_tokens(num_new)
         has_sampled = any(number > before.get(name, 0) for name, number in counts.items())
-        if has_sampled or self._held or not self._running:
+        is_expected = bool(self._held) or not self._running or self._engine.is_updating
+        if has_sampled or is_expected:
             self._progressed_at = now
         elif now - self._progressed_at > TIMEOUT_S:
             self._progressed_at = now
@@ -593,6 +594,9 @@ class VllmEngine(Engine):
         self.takes_patches = lora is None
         self._num_restarts = 0
         self._is_closed = False
+        self.is_updating = False
+        """Whether vLLM is being sent weights. It then samples nothing; the backend limits the time.
+        """
         self.num_set_ids = min(FIRST_SET_IDS, self._probe.vocab_size)
         """Number of likely ids to request for each token if the sampling truncates."""
         self.space = CacheCapacity()
@@ -819,7 +823,11 @@ class VllmEngine(Engine):
     def _hand_over(self, what: HandedOver, weights: _Installed) -> str | None:
         """Send weights or changes to vLLM and probe the result. Return the fault, or None."""
         self._tag = tag = str(next(self._serials))
-        self._backend.update(what, tag, clears_cache=self._clears_cache)
+        self.is_updating = True
+        try:
+            self._backend.update(what, tag, clears_cache=self._clears_cache)
+        finally:
+            self.is_updating = False
         fault = self._find_fault(self._backend, weights, tag)
         self._versions[tag] = weights.version if fault is None else None
         if fault is None:
