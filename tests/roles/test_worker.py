@@ -51,7 +51,7 @@ from echo.roles.worker.sampling import (
     Score,
     Withdraw,
 )
-from echo.roles.worker.worker import EngineBuilt, LeaseDropped, LeasesDemanded, Worker
+from echo.roles.worker.worker import EngineBuilt, LeaseDropped, LeasesAlive, LeasesDemanded, Worker
 from echo.weights.broadcast import Broadcast
 from echo.wire.actions import Action, Note, Stop
 from echo.wire.codec import Frame, decode_group
@@ -750,6 +750,16 @@ def test_agents_are_offered_all_leases_at_once_and_ask_for_theirs() -> None:
         assert not paper.take(Drained)
         paper.report(LeaseDropped(each))
     assert paper.take(Drained)
+
+
+def test_signs_of_life_of_a_lease_are_counted_from_its_grant() -> None:
+    """Else a lease of a worker that was up for long would seem to have thousands of tokens."""
+    paper = Paper(groups_per_batch=1, sampler="agents")
+    leases = [make_lease(0), make_lease(1)]
+    for number in (1, 2):
+        paper.grant(leases[number - 1])
+        paper.report(LeasesAlive(leases[:number]))
+    assert [state.num_tokens for state in paper.role.lease_states()] == [2, 1]
 
 
 def test_agents_are_offered_no_more_of_a_group_that_others_have_finished() -> None:

@@ -138,11 +138,10 @@ class LeasesDemanded:
 class LeasesAlive:
     """Event: these leases are open at the agents, so they must be renewed.
 
-    `num_signs` grows with each event. The learner sees an increase as progress of the group.
+    The learner sees each event as progress of the groups.
     """
 
     leases: Sequence[Lease]
-    num_signs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,7 +518,7 @@ class Worker(DialingRole):
         for lease in event.leases:
             group = self.held.get(key_of(lease))
             if group is not None:
-                group.num_progress = event.num_signs
+                group.num_progress += 1
         return []
 
     def _on_dropped(self, event: LeaseDropped, now: float) -> list[Action]:

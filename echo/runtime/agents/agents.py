@@ -143,14 +143,12 @@ class Agents:
 
     async def watch(self) -> None:
         """Renew open leases and give up leases that take too long, until cancelled."""
-        num_ticks = 0
         while True:
             await asyncio.sleep(self.role.joining.heartbeat_s / 2)
-            num_ticks += 1
             for given_up in self._episodes.expire(now=self._node.now):
                 self._node.report(given_up)
             self._count_abandoned()
-            self._node.report(LeasesAlive(self._episodes.leases, num_ticks))
+            self._node.report(LeasesAlive(self._episodes.leases))
             self._demand()
 
     def close(self) -> None:
