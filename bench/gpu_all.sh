@@ -14,8 +14,8 @@
 #     bench/bare_wheels.sh 3.12 wheels    beforehand, with a network: what such a machine lacks
 #     bench/gpu_all.sh --bare [--python PATH] [--wheels DIR] [A] [B] [C]
 #
-# A: the learner's step and publication; B: attention, profile, further ways of the step; C: vLLM, if
-# it is there. A takes some 7 minutes, B and C together some 6.
+# A: the learner's step and publication; B: attention, profile, further ways of the step, a 4B's
+# publication; C: vLLM, if it is there. A takes some 7 minutes, B 6, C 2.
 #
 #     --dry-run      the commands, each with the seconds that it may take, and its part
 #     --minutes 60   with more time
@@ -170,14 +170,16 @@ run() { # part, name, seconds that it may take, command...
 start=("$python")
 [ -z "$is_bare" ] || start+=(bench/bare.py)
 tests=("${start[@]}" -m pytest -q -p no:cacheprovider)
-bench=("${start[@]}" bench/bench_learner.py)
-step=("${bench[@]}" step --tokens 16384 --model)
 kernel=("${start[@]}" bench/bench_kernel.py --tokens 16384 --repeats 5 --width)
+bench=("${start[@]}" bench/bench_learner.py)
+step=("${bench[@]}" step --tokens 16384 --steps 3 --model Qwen3-0.6B)
+compiled=("${step[@]}" --compile)
 publish=("${bench[@]}" publish --model Qwen3-0.6B --tokens 16384 --lengths full --micro-batches 2
     --steps 2 --last-version)
-packed=("${step[@]}" Qwen3-0.6B --ways packed --steps 3 --lengths)
-four=("${bench[@]}" step --model Qwen3-4B --tokens 8192 --ways packed --checkpointing --optimizer)
 as_ranks=("$python" -m torch.distributed.run --nproc-per-node 1 "${publish[@]:1}")
+of_4B=(--model Qwen3-4B --tokens 8192 --lengths full --micro-batches 2 --checkpointing --compile)
+step_4B=("${bench[@]}" step "${of_4B[@]}" --ways packed --steps 3 --optimizer)
+publish_4B=("${bench[@]}" publish "${of_4B[@]}" --optimizer 8bit --steps 2)
 
 # Each of the likeliest first failures of vLLM on CUDA, the first ones within a minute: what is
 # installed and compiles; attention, probe, a swap and recorded ids by processes; two that start
@@ -185,58 +187,61 @@ as_ranks=("$python" -m torch.distributed.run --nproc-per-node 1 "${publish[@]:1}
 # adapters.
 vllm_tests=("${tests[@]}" -x -m gpu tests/engine/test_vllm_gpu.py -k)
 vllm_parts() { # part
-    run "$1" vllm-installed 30 "$python" -c "import torch, vllm; from echo.engine.vllm.starting \
+    run "$1" vllm-installed 25 "$python" -c "import torch, vllm; from echo.engine.vllm.starting \
 import find_missing_compiler, find_missing_plugin as plugin; \
 print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())"
     run "$1" vllm-eager 90 "${vllm_tests[@]}" eager
-    run "$1" vllm-keep 45 "${vllm_tests[@]}" keep
-    run "$1" vllm-two 75 "${vllm_tests[@]}" measured
-    run "$1" vllm-patch 60 "${start[@]}" bench/bench_vllm_patch.py --device cuda \
+    run "$1" vllm-keep 40 "${vllm_tests[@]}" keep
+    run "$1" vllm-two 55 "${vllm_tests[@]}" measured
+    run "$1" vllm-patch 55 "${start[@]}" bench/bench_vllm_patch.py --device cuda \
         --shape Qwen3-0.6B --shares 0.014 --repeats 3
-    run "$1" vllm-graphs 120 "${vllm_tests[@]}" graphs
+    run "$1" vllm-graphs 100 "${vllm_tests[@]}" graphs
 }
 
 if [ -n "$is_bare" ]; then
     run A learner-tests 100 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
         tests/train/test_attention.py
-    run A compiled-full 90 "${packed[@]}" full --compile
-    run A compiled-warm 60 "${packed[@]}" full --compile
-    run A compiled-lognormal 60 "${packed[@]}" lognormal --compile
-    run A lognormal 50 "${packed[@]}" lognormal
+    run A compiled-full 90 "${compiled[@]}" --lengths full --ways packed
+    run A compiled-warm 100 "${compiled[@]}" --lengths full # and beside padded and plain rows
+    run A compiled-lognormal 50 "${compiled[@]}" --lengths lognormal --ways packed
+    run A lognormal 60 "${step[@]}" --lengths lognormal --ways packed plain
     run A publish-host 60 "${publish[@]}" host
     run A publish-gpu 60 "${publish[@]}" gpu
-    run A 4B-8bit 90 "${four[@]}" 8bit --compile
-    run A 4B-float32 70 "${four[@]}" float32 --compile
+    run A 4B-8bit 80 "${step_4B[@]}" 8bit
+    run A 4B-float32 60 "${step_4B[@]}" float32
     run A delta-tests 60 "${tests[@]}" -m gpu tests/engine/test_device_delta.py \
         tests/runtime/test_publishing.py
-    run A kernel-tests 100 "${tests[@]}" --all tests/kernels/triton_cases.py
-    run B attention 60 "${start[@]}" bench/bench_attention.py
-    run B liger 60 "${packed[@]}" full --ways plain --liger
-    run B profile 60 "${bench[@]}" profile --model Qwen3-0.6B --tokens 16384 --compile
-    run B lora 60 "${packed[@]}" full --compile --lora 16
-    run B offloaded 60 "${packed[@]}" full --compile --checkpointing offload
-    run B publish-sharded 80 "${as_ranks[@]}" gpu
-    run B kernel-2560 100 "${kernel[@]}" 2560 --live 0.85 # a share of the rows is clipped
+    run A kernel-tests 80 "${tests[@]}" --all tests/kernels/triton_cases.py
+    run B attention 40 "${start[@]}" bench/bench_attention.py
+    run B profile 45 "${bench[@]}" profile --model Qwen3-0.6B --tokens 16384 --compile
+    run B checkpointed 45 "${compiled[@]}" --lengths full --ways packed --checkpointing
+    run B offloaded 45 "${compiled[@]}" --lengths full --ways packed --checkpointing offload
+    run B publish-4B 95 "${publish_4B[@]}"
+    run B lora 50 "${compiled[@]}" --lengths full --ways packed --lora 16
+    run B publish-sharded 60 "${as_ranks[@]}" gpu
     vllm_parts C
+    run B liger 35 "${step[@]}" --lengths full --ways plain --liger
+    run B kernel-2560 60 "${kernel[@]}" 2560 --live 0.85 # a share of the rows is clipped
     end
 fi
 
 run kernel kernel-tests 150 "${tests[@]}" --all tests/kernels/triton_cases.py
 run learner learner-tests 150 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
     tests/train/test_attention.py
+run learner learner-full 150 "${compiled[@]}" --lengths full
+run learner learner-lognormal 150 "${compiled[@]}" --lengths lognormal
+run learner learner-4B 120 "${step_4B[@]}" 8bit
 run learner learner-profile 90 "${bench[@]}" profile --model Qwen3-0.6B --tokens 16384 --compile
-run learner learner-full 120 "${step[@]}" Qwen3-0.6B --lengths full
-run learner learner-4B 180 "${four[@]}" 8bit
 run learner attention 60 "${start[@]}" bench/bench_attention.py
 run kernel kernel-2560 100 "${kernel[@]}" 2560 --live 1.0
 run deltas delta-tests 90 \
     "${tests[@]}" -m gpu tests/engine/test_device_delta.py tests/runtime/test_publishing.py
 run learner learner-publish-gpu 90 "${publish[@]}" gpu
 run learner learner-publish-host 90 "${publish[@]}" host
+run learner learner-publish-4B 120 "${publish_4B[@]}"
 run learner learner-sharded 100 "${as_ranks[@]}" gpu
 run learner learner-memory 150 "${bench[@]}" memory --tokens 8192 --checkpointing \
     --optimizer float32 8bit offloaded
-run learner learner-lognormal 120 "${step[@]}" Qwen3-0.6B --lengths lognormal
 run learner learner-exact 100 "${bench[@]}" exact
 vllm_parts vllm
 [ -n "$is_dry$quick" ] || rm -rf runs/gpu-all
@@ -253,13 +258,13 @@ fi
 run vllm vllm-swap 150 "${swap[@]}" --device cuda
 run deltas update 200 "$python" bench/bench_update.py --device cuda --shape Qwen3-4B --parts stages \
     --shares 0.014 --kinds 'changes, float32' --updates 3 --rounds 1
-run learner learner-checkpointed 90 "${step[@]}" Qwen3-0.6B --lengths full --ways packed --checkpointing
-run learner learner-offloaded 90 "${step[@]}" Qwen3-0.6B --lengths full --ways packed \
+run learner learner-checkpointed 90 "${compiled[@]}" --lengths full --ways packed --checkpointing
+run learner learner-offloaded 90 "${compiled[@]}" --lengths full --ways packed \
     --checkpointing offload
 run kernel kernel-4096 100 "${kernel[@]}" 4096 --live 1.0
 run kernel kernel-2560-entropy 100 "${kernel[@]}" 2560 --live 0.5 --entropy
-run learner learner-lora 90 "${step[@]}" Qwen3-0.6B --lengths full --ways packed --lora 16
-run learner learner-compiled 150 "${step[@]}" Qwen3-0.6B --lengths full --compile --ways packed
-run learner learner-1.7B 90 "${step[@]}" Qwen3-1.7B --checkpointing --ways packed
+run learner learner-lora 90 "${compiled[@]}" --lengths full --ways packed --lora 16
+run learner learner-uncompiled 90 "${step[@]}" --lengths full --ways packed
+run learner learner-1.7B 90 "${compiled[@]}" --model Qwen3-1.7B --checkpointing --ways packed
 run kernel kernel-4096-entropy 100 "${kernel[@]}" 4096 --live 0.5 --entropy
 end
