@@ -68,7 +68,7 @@ def main() -> None:
             rows.append(row)
     firsts = [first_calls(name, ways[name], arguments) for name in dense_backends()]
     result = {"options": vars(arguments), "rows": rows, "new_lengths": firsts}
-    print(f"wrote {harness.save(f'attention_{harness.hardware_name()}', result)}")
+    print(f"wrote {harness.save('attention', result)}")
 
 
 def dense_backends() -> dict[str, SDPBackend]:

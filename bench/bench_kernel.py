@@ -68,7 +68,8 @@ def main() -> None:
     report(arguments, problem, statistics.median(rates), results, absent)
 
 
-def parse_arguments() -> argparse.Namespace:
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of the benchmark's arguments."""
     parser = harness.new_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=2560)
@@ -79,6 +80,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--path", type=Path, nargs="+", default=[], help="packages not installed")
     parser.add_argument("--verl", type=Path, help="a checkout of verl, of which two files are run")
     parser.add_argument("--out", type=Path, help="file for the result, instead of bench/results")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = new_parser()
     # A tiny shape on the CPU.
     arguments = harness.parse(parser, tokens=40, width=64, vocab=500, repeats=2)
     if not arguments.quick and not torch.cuda.is_available():
@@ -336,8 +342,14 @@ def report(
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     else:
-        slug = device.lower().replace(" ", "-")
-        print(harness.save(f"kernel_{slug}_{arguments.tokens}x{arguments.width}", result))
+        print(harness.save(result_name(arguments, device), result))
+
+
+def result_name(arguments: argparse.Namespace, device: str) -> str:
+    """Return the name of the result, in which are the options that have results of their own."""
+    name = f"kernel_{device}_{arguments.tokens}x{arguments.width}".lower().replace(" ", "-")
+    live = "" if arguments.live == 1 else f"_live{arguments.live:g}"
+    return name + live + ("_entropy" if arguments.entropy else "")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def new_parser() -> argparse.ArgumentParser:
         "--ways",
         nargs="+",
         choices=WAYS,
-        default=["packed", "padded", "plain"],
+        default=USUAL_WAYS,
         help="what is timed, in turns",
     )
     parser.add_argument(
@@ -138,17 +138,18 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
     if arguments.part == "exact":
         return "learner_exact"
     name = f"learner_{arguments.part}_{model}_{arguments.lengths}".lower()
-    others = {
-        arguments.dtype: arguments.dtype != usual_dtype(arguments.device),
-        f"p{arguments.prompt_tokens}": arguments.prompt_tokens != PROMPT_TOKENS,
-        "checkpointed": arguments.checkpointing is True,
-        "offloaded": arguments.checkpointing == "offload",
-        f"lora{arguments.lora}": arguments.lora > 0,
-        "compiled": arguments.compile,
-        "liger": bool(arguments.liger),
-        "trl": "trl" in arguments.ways,
-    }
-    return "_".join([name, *(other for other, is_on in others.items() if is_on)])
+    others = (
+        (arguments.dtype, arguments.dtype != usual_dtype(arguments.device)),
+        (f"p{arguments.prompt_tokens}", arguments.prompt_tokens != PROMPT_TOKENS),
+        ("-".join(arguments.ways), arguments.ways != USUAL_WAYS),
+        ("checkpointed", arguments.checkpointing is True),
+        ("offloaded", arguments.checkpointing == "offload"),
+        (arguments.optimizer[0], arguments.optimizer[0] != "float32"),
+        (f"lora{arguments.lora}", arguments.lora > 0),
+        ("compiled", arguments.compile),
+        ("liger", bool(arguments.liger)),
+    )
+    return "_".join([name, *(other for other, is_on in others if is_on)])
 
 
 def prepare_process(num_threads: int) -> None:
@@ -182,6 +183,7 @@ def versions_of_peers(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 PEERS = {"plain", "trl"}
+USUAL_WAYS = ["packed", "padded", "plain"]
 WAYS: Mapping[str, Callable[[argparse.Namespace], Step]] = {
     "packed": lambda arguments: trainer_step(arguments, "packed", share_prompts=True),
     "apart": lambda arguments: trainer_step(arguments, "packed"),

@@ -126,6 +126,35 @@ def test_an_aim_is_measured_on_the_rows_of_the_first_run(
     assert {key: vars(arguments)[key] for key in ROWS} == {key: settings[key] for key in ROWS}
 
 
+@pytest.mark.parametrize("options", ["", "--bare"])
+def test_no_result_takes_the_place_of_another(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_kernel
+    import bench_learner
+
+    names = []
+    for line in dry_run(*options.split()):
+        found = re.search(r"bench/bench_(\w+)\.py ?(.*)", line)
+        if found is None:  # no benchmark
+            continue
+        script, given = found[1], found[2].split()
+        if script == "learner":
+            monkeypatch.delenv("RANK", raising=False)
+            if "torch.distributed.run" in line:
+                monkeypatch.setenv("RANK", "0")
+            arguments = bench_learner.new_parser().parse_args([*given, "--device", "cuda"])
+            arguments.dtype = bench_learner.usual_dtype(arguments.device)
+            names.append(bench_learner.result_name(arguments, [{"ranks": 1}]))
+        elif script == "kernel":
+            arguments = bench_kernel.new_parser().parse_args(given)
+            names.append(bench_kernel.result_name(arguments, "NVIDIA H200"))
+        else:
+            names.append(script)
+    assert len(names) > 10
+    assert sorted({*names}) == sorted(names)
+
+
 @pytest.mark.parametrize(
     ("options", "minutes"),
     [([], 25), (["--bare"], 14), (["--bare", "--quick"], 60), (["--bare", "--minutes", "5"], 5)],
