@@ -4,7 +4,7 @@
               rollout apart, and on padded rows; the same step written plainly with transformers;
               and TRL's own loss with its own optimizer, if TRL is installed; in turns in one
               process: tokens per second and per CPU second, model FLOPs utilization, seconds by
-              part, peak memory
+              part, peak memory; seconds of the first step, and how many graphs were compiled in it
     profile   where the time of the trainer's step on packed rows goes, with a version published
               after each step, in parts that add up to the step; and how many launches, copies and
               waits the host asks of a GPU
@@ -45,6 +45,7 @@ from learner.models import MODELS, Step, known_model, trainer_step, vocab_size_o
 from learner.peers import LIGER_PARTS, plain_step, trl_step, use_liger
 from learner.profiling import profile_step
 from learner.publication import time_publication
+from torch._dynamo.utils import counters
 from transformers.utils import logging as transformers_logging
 
 from echo.algo.balance import balanced_rounds
@@ -219,6 +220,7 @@ def _timed(
     arguments: argparse.Namespace, steps: Mapping[str, Step], batches: Sequence[list[Group]]
 ) -> list[dict[str, Any]]:
     found: dict[str, list[dict[str, float]]] = {way: [] for way in steps}
+    firsts: dict[str, dict[str, float]] = {}
     for number in range(2 + arguments.steps):
         groups = batches[number % len(batches)]
         num_tokens = sum(
@@ -229,6 +231,7 @@ def _timed(
         for way, step in steps.items():
             if "cuda" in arguments.device:
                 torch.cuda.reset_peak_memory_stats()
+            before = graphs_compiled()
             cpu_at, began_at = time.process_time(), time.perf_counter()
             speed = dict(step(groups))
             speed["step_s"] = time.perf_counter() - began_at
@@ -236,17 +239,25 @@ def _timed(
             speed["tokens_per_cpu_s"] = num_tokens / (time.process_time() - cpu_at)
             if "cuda" in arguments.device:
                 speed["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            if number == 0:
+                compiled = graphs_compiled() - before
+                firsts[way] = {"first_step_s": speed["step_s"], "graphs_compiled": compiled}
             if number >= 2:
                 found[way].append(speed)
     rows: list[dict[str, Any]] = []
     for way, speeds in found.items():
-        row: dict[str, Any] = {"way": way, "num_steps": len(speeds)}
+        row: dict[str, Any] = {"way": way, "num_steps": len(speeds), **firsts[way]}
         for name in speeds[0]:
             row[name] = statistics.median(speed[name] for speed in speeds)
         rates = [speed["perf/tokens_per_s"] for speed in speeds]
         row["perf/tokens_per_s_spread"] = [min(rates), max(rates)]
         rows.append(row)
     return rows
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs this process has compiled, as torch's cache did not have them."""
+    return int(counters["inductor"]["fxgraph_cache_miss"])
 
 
 # --- balance --------------------------------------------------------------------------------------
