@@ -92,7 +92,7 @@ def new_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lora", type=int, default=0, help="rank of an adapter; 0: all weights")
     parser.add_argument("--layers", type=int, help="of the model in memory; all unless given")
     parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
-    parser.add_argument("--liger", nargs="*", choices=LIGER_PARTS, default=(), help="on a GPU")
+    parser.add_argument("--liger", nargs="+", choices=LIGER_PARTS, default=(), help="on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=5, help="timed ones, after two")

@@ -109,12 +109,12 @@ end_s=$((SECONDS + 60 * minutes))
 
 # --- commands ---
 
-shrink() { # command: leave sizes to its quick form
+shrink() { # command: leave sizes and a GPU's kernels to its quick form
     command=()
     while [ $# -gt 0 ]; do
         case $1 in
         --tokens | --model | --width | --repeats | --steps | --micro-batches | --shape | --optimizer | \
-            --device) while [ $# -gt 1 ] && [[ $2 != --* ]]; do shift; done ;;
+            --liger | --device) while [ $# -gt 1 ] && [[ $2 != --* ]]; do shift; done ;;
         *) command+=("$1") ;;
         esac
         shift
@@ -220,7 +220,8 @@ if [ -n "$is_bare" ]; then
     run B lora 50 "${compiled[@]}" --lengths full --ways packed --lora 16
     run B publish-sharded 60 "${as_ranks[@]}" gpu
     vllm_parts C
-    run B liger 35 "${step[@]}" --lengths full --ways plain --liger
+    run B liger 35 "${step[@]}" --lengths full --ways plain \
+        --liger rope rms_norm swiglu
     run B kernel-2560 60 "${kernel[@]}" 2560 --live 0.85 # a share of the rows is clipped
     end
 fi
