@@ -2,7 +2,7 @@
 # Collect the wheels that a GPU machine without a network lacks for `bench/gpu_all.sh --bare`: what
 # Echo needs beside PyTorch, Triton, transformers, pytest and their own packages, at the versions of
 # locks/all.txt; 17 MB. A machine with an older PyTorch
-# than Echo asks for will do (bench/bare.py).
+# than Echo asks for will do (bench/bare.py). vLLM is not among them: part C runs where it is there.
 #
 #     bench/bare_wheels.sh [VERSION_OF_PYTHON] [DIRECTORY]     3.12 and wheels, unless given
 set -euo pipefail

@@ -15,7 +15,8 @@
 #     bench/gpu_all.sh --bare [--python PATH] [--wheels DIR] [A] [B] [C]
 #
 # A: the learner's step and publication; B: attention, profile, further ways of the step, a 4B's
-# publication; C: vLLM, if it is there. A takes some 7 minutes, B 6, C 2.
+# publication; C: vLLM, only where the machine has it: no script collects it. A takes some 7 minutes,
+# B 6, C 2.
 #
 #     --dry-run      the commands, each with the seconds that it may take, and its part
 #     --minutes 60   with more time
@@ -165,6 +166,7 @@ run() { # part, name, seconds that it may take, command...
     fi
     printf '%-22s exit %3d after %4d s: %s\n' "$name" $status $((SECONDS - started)) \
         "${command[*]}" | tee -a "$logs/summary.txt"
+    return $status
 }
 
 start=("$python")
@@ -186,16 +188,18 @@ publish_4B=("${bench[@]}" publish "${of_4B[@]}" --optimizer 8bit --steps 2)
 # together on one GPU; a batch in flight at a swap; captured graphs; patches, with their bits;
 # adapters.
 vllm_tests=("${tests[@]}" -x -m gpu tests/engine/test_vllm_gpu.py -k)
-vllm_parts() { # part
+vllm_parts() { # part; where vLLM is not there or does not start in time, the rest is left out
     run "$1" vllm-installed 25 "$python" -c "import torch, vllm; from echo.engine.vllm.starting \
 import find_missing_compiler, find_missing_plugin as plugin; \
-print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())"
+print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())" || return
     run "$1" vllm-eager 90 "${vllm_tests[@]}" eager
+    [ $? -lt 124 ] || return
     run "$1" vllm-keep 40 "${vllm_tests[@]}" keep
     run "$1" vllm-two 55 "${vllm_tests[@]}" measured
     run "$1" vllm-patch 55 "${start[@]}" bench/bench_vllm_patch.py --device cuda \
         --shape Qwen3-0.6B --shares 0.014 --repeats 3
     run "$1" vllm-graphs 100 "${vllm_tests[@]}" graphs
+    return 0
 }
 
 if [ -n "$is_bare" ]; then
@@ -244,19 +248,20 @@ run learner learner-sharded 100 "${as_ranks[@]}" gpu
 run learner learner-memory 150 "${bench[@]}" memory --tokens 8192 --checkpointing \
     --optimizer float32 8bit offloaded
 run learner learner-exact 100 "${bench[@]}" exact
-vllm_parts vllm
-[ -n "$is_dry$quick" ] || rm -rf runs/gpu-all
-# Two workers share the GPU with the learner.
-run vllm vllm-quickstart 300 "$python" -m echo.cli.main quickstart --set engine.kind=vllm \
-    --set run.max_steps=60 --set run.name=gpu-all --set ui.live=off
-swap=("$python" bench/bench_swap.py)
-if [ -z "$quick" ]; then
-    model=$("$python" -c \
-        'import json; print(json.load(open("runs/gpu-all/config.json"))["model"]["name"])' \
-        2>/dev/null) || model=MODEL_OF_THE_QUICKSTART
-    swap+=("$model" runs/gpu-all/final --dtype bfloat16 --process engine --parts 0.1)
+if vllm_parts vllm; then
+    [ -n "$is_dry$quick" ] || rm -rf runs/gpu-all
+    # Two workers share the GPU with the learner.
+    run vllm vllm-quickstart 300 "$python" -m echo.cli.main quickstart --set engine.kind=vllm \
+        --set run.max_steps=60 --set run.name=gpu-all --set ui.live=off
+    swap=("$python" bench/bench_swap.py)
+    if [ -z "$quick" ]; then
+        model=$("$python" -c \
+            'import json; print(json.load(open("runs/gpu-all/config.json"))["model"]["name"])' \
+            2>/dev/null) || model=MODEL_OF_THE_QUICKSTART
+        swap+=("$model" runs/gpu-all/final --dtype bfloat16 --process engine --parts 0.1)
+    fi
+    run vllm vllm-swap 150 "${swap[@]}" --device cuda
 fi
-run vllm vllm-swap 150 "${swap[@]}" --device cuda
 run deltas update 200 "$python" bench/bench_update.py --device cuda --shape Qwen3-4B --parts stages \
     --shares 0.014 --kinds 'changes, float32' --updates 3 --rounds 1
 run learner learner-checkpointed 90 "${compiled[@]}" --lengths full --ways packed --checkpointing

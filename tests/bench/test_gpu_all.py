@@ -16,6 +16,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu_all.sh"
 PYTHON = """#!/bin/sh
 case "$*" in
+*"${FAILING:-nothing}"*) exit $STATUS ;;
 *"is_available"*) exit 0 ;;
 *"config.json"*) exit 1 ;;
 *"Qwen3-4B"*) echo "it fails"; exit 3 ;;
@@ -33,7 +34,7 @@ def dry_run(*parts: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def run_all(directory: Path, *options: str) -> tuple[int, dict[str, str]]:
+def run_all(directory: Path, *options: str, **variables: str) -> tuple[int, dict[str, str]]:
     """Run a copy of the script where nothing takes any time; return its code and the summary."""
     for folder in ("bench", "bin"):
         (directory / folder).mkdir()
@@ -45,7 +46,7 @@ def run_all(directory: Path, *options: str) -> tuple[int, dict[str, str]]:
         program.chmod(0o755)
     done = subprocess.run(
         [directory / "bench" / "gpu_all.sh", *options],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **variables},
     )  # fmt: skip
     lines = (directory / "bench/results/gpu_all/summary.txt").read_text().splitlines()
     return done.returncode, {line.split()[0]: line for line in lines}
@@ -63,6 +64,24 @@ def test_a_part_that_fails_leaves_the_others_their_results(tmp_path: Path) -> No
     assert (logs / "learner-4B.txt").read_text() == "it fails\n"
     assert (logs / "environment.json").exists()
     assert (logs / "learner-full.txt").read_text() == "bench/bench_learner.py was begun\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failing", "status", "begun"),
+    [
+        ("import torch, vllm", "1", ["vllm-installed"]),
+        ("-k eager", "124", ["vllm-installed", "vllm-eager"]),
+        ("-k eager", "1", None),
+    ],
+)
+def test_a_vllm_that_does_not_start_ends_its_part(
+    tmp_path: Path, failing: str, status: str, begun: list[str] | None
+) -> None:
+    """Each further start would take its time for nothing; other faults say nothing of the rest."""
+    code, summary = run_all(tmp_path, "vllm", FAILING=failing, STATUS=status)
+    assert code == 1
+    assert list(summary) == (begun or [line.split()[0] for line in dry_run("vllm")])
 
 
 @pytest.mark.slow
