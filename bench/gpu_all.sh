@@ -116,6 +116,7 @@ shrink() { # command: leave sizes and a GPU's kernels to its quick form
         case $1 in
         --tokens | --model | --width | --repeats | --steps | --micro-batches | --shape | --optimizer | \
             --liger | --device) while [ $# -gt 1 ] && [[ $2 != --* ]]; do shift; done ;;
+        --compile) [[ $begun == *--compile* ]] || command+=("$1") ;; # once: it takes a minute
         *) command+=("$1") ;;
         esac
         shift
@@ -138,12 +139,13 @@ run() { # part, name, seconds that it may take, command...
         limit_s=$((8 * limit_s)) # a CPU compiles more slowly
         case "$*" in
         *triton_cases*) command+=(--collect-only) ;; # interpreted, they take minutes
+        *quickstart*) command+=(--set run.max_steps=1 --set "run.dir=$logs") ;;
         *pytest* | *import*) ;;
         *bench/*) shrink "$@" ;;
         *) return ;;
         esac
         # Of several sizes the quick form is the same.
-        case $begun in *"|${command[*]}|"*) return ;; esac
+        [[ $begun != *"|${command[*]}|"* ]] || [ -n "$is_dry" ] || return 0
         begun+="|${command[*]}|"
     fi
     if [ -n "$is_dry" ]; then

@@ -211,6 +211,12 @@ def test_a_plan_tells_the_part_and_the_time(options: list[str], minutes: int) ->
         assert set(parts) == {"kernel", "learner", "deltas", "vllm"}
 
 
+@pytest.mark.parametrize("options", [[], ["--bare"]])
+def test_no_command_is_without_a_quick_form(options: list[str]) -> None:
+    plain, quick = dry_run(*options), dry_run(*options, "--quick")
+    assert [line.split()[0] for line in quick] == [line.split()[0] for line in plain]
+
+
 @pytest.mark.e2e
 @pytest.mark.matrix
 @pytest.mark.slow
@@ -237,7 +243,9 @@ def test_each_command_has_a_quick_form(tmp_path: Path, part: str) -> None:
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert len(done.stdout.splitlines()) == len(dry_run(*options))
+    # The name, the limit and the part stand before each; the same quick form runs once.
+    forms = {line.split(maxsplit=4)[4] for line in dry_run(*options)}
+    assert len(done.stdout.splitlines()) == len(forms)
     assert sorted(copy.glob("bench/results/*")) == sorted(
         copy / path for path in map(str, names) if Path(path).parent == Path("bench/results")
     )
