@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import shutil
 import sysconfig
@@ -181,3 +183,17 @@ def test_a_lock_that_cannot_be_made_stops_no_start(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with alone_on_gpus(1):
         assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as Lustre without the option flock, if TMPDIR lies there."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with alone_on_gpus(2):
+        assert len(list(tmp_path.iterdir())) == 2

@@ -168,8 +168,11 @@ def _lock_of(gpu: str) -> Iterator[None]:
 
 
 def _take(descriptor: int) -> bool:
+    """Return whether to wait no longer: the lock is taken, or there is none to take."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # a file system without locks, as some of clusters are
+        log.debug("no lock for a GPU: %s", error)
     return True
