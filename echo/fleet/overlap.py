@@ -334,14 +334,14 @@ class _Pipeline:
         free_until = math.inf
         for step in reversed(range(_CYCLES // 2 * self.job.publish_period, len(self.begins))):
             begin, work_s = self.begins[step], max(self.batch_s, self.latency_s)
+            ready_at = self.ends[step + 1] - self.job.train_s
             if is_just_in_time:
-                ready_at = self.ends[step + 1] - self.job.train_s
                 until = min(ready_at - self.tail_s, free_until)
                 latest = min(self._begin_of_work(until, self.batch_s), ready_at - self.latency_s)
                 begin = max(begin, latest)
             free_until = begin
             for since, until in self._spans_of_work(begin, work_s):
-                self._note_staleness(found, step, since, until)
+                self._note_staleness(found, step, since, min(until, ready_at))
         return found
 
     def _begin_of_work(self, end: float, work_s: float) -> float:

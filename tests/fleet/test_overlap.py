@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo.fleet.job import Job
@@ -240,6 +240,7 @@ def test_the_feasible_range_of_s() -> None:
     assert staleness_range(JOB, rate=1.0, broadcast_s=9.0, latency_s=12.0) is None
 
 
+PAUSING_JOB = replace(JOB, max_staleness=1, publish_period=1, has_pausing_workers=True)
 rates = st.floats(1.0, 50.0)
 times = st.floats(0.0, 30.0)
 jobs = st.builds(
@@ -256,6 +257,7 @@ jobs = st.builds(
 
 
 @given(job=jobs, rate=rates, broadcast_s=times, latency_s=times)
+@example(job=PAUSING_JOB, rate=7.0, broadcast_s=11.0, latency_s=11.0)
 def test_no_token_is_staler_than_the_bound(
     job: Job, rate: float, broadcast_s: float, latency_s: float
 ) -> None:
