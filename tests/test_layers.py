@@ -1,5 +1,7 @@
 """The layers hold: who may import whom, who may start what, and which file owns which package.
 
+Here too, because the tree has been read: no class is two things, and each number has its reason.
+
 The tables are the law (imports point downward only, rooms of one floor do not know each other); the
 checks are functions over a source tree, so that each is also shown to fire on a tree with a planted
 violation.
@@ -14,8 +16,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch, translate
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -216,12 +220,16 @@ class SourceTree:
         self.heads: dict[str, set[str]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
         self.classes: dict[str, list[ast.ClassDef]] = {}
+        # (line, source) of each constant that is a number and has no text beside it.
+        self.bare_numbers: dict[str, list[tuple[int, str]]] = {}
         # (line, whole name of what is called), such as "subprocess.Popen" for an imported `Popen`.
         self.called: dict[str, list[tuple[int, str]]] = {}
         # (line, whole name of what is imported or reached through a module).
         self.names: dict[str, list[tuple[int, str]]] = {}
         for name, path in self.paths.items():
-            module = ast.parse(path.read_text(), str(path))
+            text = path.read_text()
+            module = ast.parse(text, str(path))
+            self.bare_numbers[name] = list(bare_numbers(module, text.splitlines()))
             nodes = list(ast.walk(module))
             imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
             self.imports[name] = [found for node in imports for found in self._imported(node)]
@@ -268,6 +276,33 @@ class SourceTree:
         inner = {f"{source}.{alias.name}" for alias in node.names}
         targets = {name if name in self.paths else source for name in inner}
         return [(node.lineno, target) for target in sorted(targets)]
+
+
+def is_number(value: ast.expr) -> bool:
+    """Return whether an expression is a number, a calculation with numbers, or several of them."""
+    match value:
+        case ast.Constant(value=bool()):
+            return False
+        case ast.Constant(value=int() | float()) | ast.UnaryOp(operand=ast.Constant()):
+            return True
+        case ast.BinOp(left=left, right=right):
+            return any(map(is_number, (left, right)))
+        case ast.Tuple(elts=parts):
+            return bool(parts) and all(map(is_number, parts))
+    return False
+
+
+def bare_numbers(module: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield the line and the source of each number that has neither a docstring nor a comment."""
+    for node, below in pairwise([*module.body, ast.Pass()]):
+        match node, below:
+            case _, ast.Expr(value=ast.Constant(value=str())):
+                continue
+            case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value), _:
+                own, above = lines[node.lineno - 1 : node.end_lineno], lines[node.lineno - 2]
+                is_commented = above.startswith("#") or any("#" in line for line in own)
+                if is_number(value) and not is_commented:
+                    yield node.lineno, own[0]
 
 
 def is_within(module: str, package: str) -> bool:
@@ -549,6 +584,15 @@ def test_no_class_is_two_things(tree: SourceTree) -> None:
     assert "\n".join(large_classes(tree)) == ""
 
 
+def test_each_number_has_its_reason(tree: SourceTree) -> None:
+    found = [
+        f"{tree.place(module)}:{line}: {source}: say what it limits, its unit, and why this value"
+        for module, numbers in tree.bare_numbers.items()
+        for line, source in numbers
+    ]
+    assert "\n".join(found) == ""
+
+
 @pytest.mark.slow
 def test_a_relay_imports_with_the_base_installation_alone(tree: SourceTree) -> None:
     roots = [
@@ -714,6 +758,15 @@ def test_a_planted_large_class_is_found(tmp_path: Path, member: str) -> None:
     planted = plant(tmp_path, {"wire/codec": f"class A:\n{member}class B: pass"})
     [found] = large_classes(planted)
     assert re.match(r"wire/codec\.py:1: A has \d+ lines, \d+ public methods", found)
+
+
+@pytest.mark.parametrize("number", ["A = 3", "A: int = -3", "A = 1 << B", "A, B = 3, 0.5"])
+def test_a_planted_number_without_a_reason_is_found(tmp_path: Path, number: str) -> None:
+    texts = (number, f"{number}  # b", f"# b\n{number}", f'{number}\n"""B."""', "A = B | C")
+    tree = plant(tmp_path, {f"wire/{i}": f"import os\n\n{text}\n" for i, text in enumerate(texts)})
+    assert {name: found for name, found in tree.bare_numbers.items() if found} == {
+        "echo.wire.0": [(3, number)]
+    }
 
 
 def test_a_planted_heavy_import_stops_the_relay(tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 
 
 MIN_LOG_RATIO = -20.0
+"""Lower bound on log r in k3. It limits k3 to 19 nats for a token that the other policy excludes.
+Without a bound, k3 of such a token would be infinite.
+"""
 MAX_KL_LOG_RATIO = 5.0
 """Upper bound on log r in k3. It limits k3 of one token to 142 nats. Without a bound, k3 reached
 3e6 in a run published with GEPO.

@@ -402,9 +402,6 @@ def _sources(settings: Settings, known: Mapping[KeyPath, Leaf]) -> dict[str, str
 # For `--help` and `--dry-run`.
 
 
-_WIDTH = 96
-
-
 def schema_help(role: Role | None = None) -> str:
     """Return a help text for the keys that `role` reads: values, default and meaning.
 
@@ -422,7 +419,7 @@ def schema_help(role: Role | None = None) -> str:
         for leaf in group:
             lines.append(f"  {leaf.path[-1]} = {default_text(leaf)}")
             text = f"{leaf.help} Takes {leaf.expected}."
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 

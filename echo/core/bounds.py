@@ -50,6 +50,8 @@ MAX_TOKENS = 1 << 24
 # --- texts ---------------------------------------------------------------------------------------
 
 MAX_NODE_ID_LENGTH = 64
+"""Largest number of characters of a node id. The id is in the header of each message of the node,
+and in a column on the screen."""
 
 NodeId: TypeAlias = Annotated[str, Meta(max_length=MAX_NODE_ID_LENGTH)]
 Word: TypeAlias = Annotated[str, Meta(max_length=128)]
@@ -83,9 +85,13 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Period: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e9)]
 """Seconds between two periodic events."""
 MIN_RATE, MAX_RATE = 1.0, 1e13
+"""Lowest and highest rate of a link, in bytes per second. A rate of 0 would make times infinite. No
+link reaches the upper bound, 80 Tbit/s."""
 Rate: TypeAlias = Annotated[float, Meta(ge=MIN_RATE, le=MAX_RATE)]
 """Rate of a link, in bytes per second."""
 MAX_RATIO = 1e9
+"""Largest ratio of two rates. A measured ratio is far smaller, except if the lower rate is nearly
+0."""
 Ratio: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_RATIO)]
 Money: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.7976931348623157e308)]

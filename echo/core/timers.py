@@ -64,7 +64,6 @@ class RecentMap(Generic[RecentKey, Value]):
 MANY_NODES = 64
 """If a fleet has at most this many nodes, `Paced` never delays the work."""
 
-MINUTE_S = 60.0
 MAX_LINES = 100
 """Largest number of log lines per minute for all peers together. A limit per peer is not
 sufficient, because a peer can invent names."""
@@ -137,9 +136,9 @@ class OncePerMinute:
     def line(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
         """Return the line to log about a peer, or None if the line is omitted."""
         logged_at, num_left_out = self._logged.get((peer, reason)) or (-math.inf, 0)
-        if now >= self._minute_at + MINUTE_S:
+        if now >= self._minute_at + 60:
             self._minute_at, self._num_lines = now, 0
-        if now < logged_at + MINUTE_S or self._num_lines >= MAX_LINES:
+        if now < logged_at + 60 or self._num_lines >= MAX_LINES:
             self._logged[peer, reason] = logged_at, num_left_out + 1
             return None
         self._num_lines += 1

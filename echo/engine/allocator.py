@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 _KEPT_BYTES = 64 << 20
+"""Number of free bytes at the end of a heap that glibc keeps. It is twice the largest block of the
+heap, as in glibc's own rule. With less than one block, glibc would return each block at once.
+"""
 _LARGEST_FROM_HEAP = 32 << 20  # glibc refuses a larger one
 
 SETTINGS: Mapping[str, tuple[int, int]] = {

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 
 MAX_NAMES_LISTED = 5
+"""Largest number of tensors that an error names. Further tensors are only counted."""
 BUILDING = threading.Lock()
 """Lock that is held while a model is built. During a build, transformers disables initialisation
 and weight tying in the whole process. Without the lock, a model built in another thread would have
@@ -768,11 +769,15 @@ MIN_GAIN = 1.5
 for bfloat16 reach a speed-up of 2 to 10.
 """
 TIMED_ROWS = 64
+"""Number of rows of the timed matrix, one for each token. With few rows, the timing would measure
+how fast the weights are read, not how fast they are multiplied.
+"""
 MAX_TIMED_WIDTH = 2048
 """Largest width of the timed matrix. A larger matrix is cut to this width, so that a timing takes
 only milliseconds. The ratio of the two dtypes' times stays the same.
 """
 NUM_TIMED = 5
+"""Number of timings of each dtype. The shortest counts, so only one must be undisturbed."""
 
 
 def choose_cpu_dtype(directory: Path) -> tuple[Literal["float32", "bfloat16"], str]:
@@ -841,7 +846,7 @@ CHARACTERS = "0123456789+-*/=()<>:,;|. "
 PAD_ID, BOS_ID, EOS_ID = range(3)
 
 HEAD_DIM = 16
-
+"""Width of the tiny model's heads: 4 heads for its width of 64."""
 VLLM_HEAD_DIM = 32
 """Width of the tiny model's heads for vLLM: the smallest width that vLLM's attention on CPUs takes.
 The total width of all heads stays the same, so the number of heads is halved.

@@ -86,8 +86,11 @@ def select(
 
 
 _Row = npt.NDArray[np.float64]
-_OPTIMAL, _INFEASIBLE = 0, 2
+_OPTIMAL, _INFEASIBLE = 0, 2  # values of `status` in the result of scipy's `milp`
 _SLACK = 1e-9
+"""Share of the publish period that a broadcast at least leaves for pausing workers. With a share of
+0, the required rate would be infinite.
+"""
 
 
 def _search(fleet: RentedFleet, job: Job) -> tuple[tuple[int, ...], float] | None:

@@ -32,6 +32,7 @@ BLOCK = 64
 but often not of 256.
 """
 DECADES = 7
+"""Number of decades that the code values span, as in torchao."""
 MIN_SCALE = 1e-12
 """Smallest scale. It allows a block of zeros to be divided by its scale."""
 

@@ -14,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCKS_PER_PROGRAM = 16
+"""Number of blocks of a program: 1 024 weights, eight for each of its 128 threads. The number must
+be a power of two.
+"""
 
 
 @triton.jit

@@ -123,6 +123,9 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET=1 was set at import, for tests on the CPU."""
 
 _ROWS_PER_PROGRAM = 32
+"""Number of rows in a tile of the kernel that combines the splits. With MAX_SPLITS splits, the tile
+has 1 024 numbers.
+"""
 _IDS_PER_PROGRAM, _ID_DEPTH = 32, 128
 """Tile sizes of the kernel that scores further ids: number of ids, and model width per step."""
 _LN2 = tl.constexpr(0.6931471805599453)

@@ -279,7 +279,7 @@ class ShippedPartials:
 # costs nine bytes. A decoder checks every field before it returns anything, as for finished groups.
 
 
-_HEADER_LENGTH_BYTES = 4
+_HEADER_LENGTH_BYTES = 4  # size of the first field: the header's length
 _SAVED_BYTES_PER_TOKEN = 4 + 4 + 1
 """Bytes that each token takes in a worker's file: int32 id, float32 log-probability, one byte of
 mask."""

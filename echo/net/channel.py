@@ -35,6 +35,7 @@ BULK_PORT_OFFSET = 1000
 is used.
 """
 TOKEN_BYTES = 16
+"""Number of random bytes of a token: too many for a stranger to guess."""
 
 
 class News(enum.Enum):

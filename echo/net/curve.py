@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from echo.net.transport import parse_address, parse_key, without_key
 
-KEY_BYTES = 32
+KEY_BYTES = 32  # size of a public and of a private key of curve 25519
 SECRET_BYTES = 16
 """Number of bytes of the secret. The secret is as strong as the curve, and takes 22 letters in a
 join string.

@@ -23,7 +23,9 @@ from echo.core.bounds import MAX_CONNECTIONS
 ASSUMED_RATE_BYTES_PER_S = 125e6
 """Rate of the link for which `auto` chooses the number of connections: 1 Gbit/s."""
 ASSUMED_RTT_S = 0.1
+"""Round-trip time of that link in seconds, as between two continents."""
 BDP_BYTES = ASSUMED_RATE_BYTES_PER_S * ASSUMED_RTT_S
+"""Number of bytes under way that fill that link: its bandwidth-delay product."""
 WINDOW_SHARE = 0.7
 """Largest measured share of a kernel buffer that holds bytes under way. Overhead takes the rest of
 the buffer.

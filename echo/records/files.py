@@ -16,6 +16,9 @@ from blake3 import blake3
 from echo.core.errors import StorageError
 
 _READ_BYTES = 16 << 20
+"""Number of bytes of a file that are read and hashed at once. A much smaller number would give
+BLAKE3's threads too little work. A much larger number would take memory that the process needs.
+"""
 
 
 def lock_directory(directory: Path, name: str, *, called: str, in_use: str) -> int:
@@ -131,9 +134,11 @@ def hash_file(path: Path) -> str:
 # --- speed of a volume ----------------------------------------------------------------------------
 
 TRIAL_BYTES = 16 << 20
+"""Number of bytes of the large write. A much smaller write would measure the time of its fsync."""
 TRIAL_S = 2.0
 """Longest time of a write measurement, seconds."""
 NUM_SYNCS = 20
+"""Largest number of timed fsyncs. Their median counts, so a few slow ones do not change it."""
 
 
 @dataclass(frozen=True, slots=True)

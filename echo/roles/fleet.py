@@ -17,6 +17,7 @@ from echo.weights.broadcast import Broadcast
 MAX_NAMES_LISTED = 3
 """Largest number of silent nodes that a log line names. Further nodes are only counted."""
 MAX_VERSIONS_LISTED = 8
+"""Largest number of versions in a status. A fleet usually fetches one or two versions at a time."""
 MIN_RUNNING_S = 5.0
 """A group must have run for this many seconds before its rate counts as the worker's speed."""
 LATE_GROUPS = 2.0

@@ -30,6 +30,8 @@ from echo.wire.seals import Channel, Seals
 NODE_RATE_WINDOW_S = 10.0
 """For the display, a node's rates are averaged over this many seconds."""
 MAX_NAMES_KEPT = 10_000
+"""Largest number of node ids for which the learner keeps a fact after the node has left. If nodes
+join under ever new names, the oldest names are forgotten, and memory stays bounded."""
 MAX_NODES = 1 << 16
 """Largest number of nodes that the learner knows at once. A node takes 2 kB of memory until it is
 dropped."""

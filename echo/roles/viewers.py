@@ -50,6 +50,8 @@ request every second."""
 MAX_MESSAGE_BYTES = 4096
 """Largest number of bytes in a message from a viewer, summed over the frames."""
 MAX_MESSAGES_PER_S = 20.0
+"""A viewer that sends more messages per second is disconnected. A watching viewer sends one, and
+an operator types each command."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -395,6 +395,9 @@ def _close(episode: Episode) -> None:
 
 
 MAX_AUTO_PROCESSES = 4
+"""Largest number of processes for `reward.max_concurrent = "auto"`. Each process imports the task's
+code and what it needs, so a process for each of a hundred cores would take much memory.
+"""
 
 
 def code_settings(section: TaskSection, reward: RewardSection) -> dict[str, Any]:

@@ -59,8 +59,7 @@ if TYPE_CHECKING:
 
 RUN_ID = "simulation"
 LEARNER_ADDRESS = "tcp://learner:7700"
-GIVE_UP_S = 3600.0
-GIVE_UP_STEPS = 30
+GIVE_UP_S, GIVE_UP_STEPS = 3600.0, 30
 """A run ends if no step was trained for GIVE_UP_STEPS step times and for GIVE_UP_S seconds."""
 LINEAGES = (Lineage(1, 0),)
 UNBOUNDED = 1 << 30

@@ -44,6 +44,8 @@ FRAMING_BYTES = 60
 HANDSHAKE_TRIPS = 4
 """Number of one-way trips that a handshake takes: two for TCP and two for CURVE."""
 FIRST_FREE_PORT = 49152
+"""The first port that a listener without a port gets: the first of the dynamic ports of RFC 6335.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

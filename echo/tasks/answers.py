@@ -24,6 +24,9 @@ from echo.core.extras import install_command
 MARKER = "####"
 
 MAX_ANSWER_CHARS = 64
+"""Number of characters of the longest answer that the computer algebra reads. A longer answer is
+right only if its text is equal. For a long expression, the computer algebra can take a long time.
+"""
 
 _EXPONENT = r"(?:[eE][-+]?\d{1,2}(?!\d))?"
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)" + _EXPONENT)

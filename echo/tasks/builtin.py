@@ -55,6 +55,7 @@ from echo.tasks.task import Example, GeneratedTask
 
 
 NUM_ADDITION_DIGITS = 3
+"""Number of digits of each number, with leading zeros."""
 
 FORGETFUL_SHARE = 0.75
 """Share of the demonstrations in which every carry is forgotten."""
@@ -112,8 +113,10 @@ def add_in_columns(left: str, right: str, *, is_forgetful: bool) -> str:
 
 
 NUM_COUNTDOWN_DIGITS = 3
+"""Number of digits of a prompt that the expression combines."""
 
 MAX_TARGET = 99
+"""Largest target. A prompt has two digits for the target."""
 
 MAX_EXPRESSION_CHARS = 64
 """Number of characters of the longest completion that is parsed. A longer completion is wrong. The

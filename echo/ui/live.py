@@ -34,10 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 _STEP_LINE_S = 5.0
-HOUR_S = 3600.0
+"""Smallest time between the lines of two steps, seconds. Short steps would fill the log."""
 _MAX_NOTICES_PER_UPDATE = 5
-_WAIT_GROWTH = 2
+"""Largest number of notices that are written at once. Earlier notices are only counted."""
 _MAX_WAIT_INTERVAL_S = 300.0
+"""Largest time between two lines about the same wait, seconds. The first line follows after twice
+_STEP_LINE_S, and each further interval is twice as long."""
 
 
 class PlainLog:
@@ -92,7 +94,7 @@ class PlainLog:
             and now - max(self._shown_at, self._step_at) >= self._wait_interval_s
         ):
             self._shown_at = now
-            self._wait_interval_s = min(self._wait_interval_s * _WAIT_GROWTH, _MAX_WAIT_INTERVAL_S)
+            self._wait_interval_s = min(2 * self._wait_interval_s, _MAX_WAIT_INTERVAL_S)
             lines.append(
                 f"{stamp} step {snapshot.step}/{snapshot.max_steps}  no step for "
                 f"{clock(now - self._step_at)}, the learner waits for {clean(snapshot.waiting_for)}"
@@ -104,7 +106,7 @@ class PlainLog:
         if before is None or snapshot.step < before.step:
             self._hour = snapshot
             return []
-        if snapshot.elapsed_s < before.elapsed_s + HOUR_S:
+        if snapshot.elapsed_s < before.elapsed_s + 3600:
             return []
         self._hour = snapshot
         return [describe_progress(before, snapshot)]
@@ -150,7 +152,7 @@ class PlainLog:
     def _new_notices(self, notices: Sequence[str]) -> list[str]:
         """Return the notices that the last snapshot did not have.
 
-        Return at most the newest five.
+        Return at most the newest _MAX_NOTICES_PER_UPDATE.
         """
         known, self._notices = list(self._notices), notices
         # The two windows overlap. The known lines are the longest end of the old window that begins

@@ -37,11 +37,13 @@ from echo.ui.drawing import Curve, Marks, clean, clock, fit, line_chart, short_c
 _MIN_SIDE_BY_SIDE = 56
 """Smallest width, in cells, in which a curve and a histogram fit side by side."""
 _MAX_CHART_ROWS = 14
+"""Largest number of rows of the curves. A taller terminal shows more nodes and notices."""
 _LEAST_BAR = 8
 """Smallest width, in cells, that the progress bar of a version has."""
 _MAX_NOTICES = 6
+"""Largest number of notices on the screen."""
 
-_LABEL_WIDTH = 9
+_LABEL_WIDTH = 9  # in cells, of the labels to the left of the status lines
 _WRAPPER = Console(file=io.StringIO())
 """A console without output. rich needs a console to wrap text."""
 _NO_VERSION = VersionStatus(version="-", done=1.0, num_nodes=0, num_complete=0)

@@ -157,8 +157,12 @@ noisy."""
 MAX_TOO_OLD = 0.01
 """If a larger share of tokens was dropped as too old, the summary highlights it."""
 _MAX_BINS = 12
+"""Largest number of bars for the staleness of tokens. With more bars, a bar stands for several
+values of the staleness."""
 _BARS_WIDTH = 60
+"""Width of the staleness bars with their labels, in cells. It fits a terminal of 80 cells."""
 _UNWRAPPED = 10_000
+"""Width of the console if no line should wrap, in cells: wider than any line of a summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

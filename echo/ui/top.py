@@ -50,7 +50,7 @@ _NAMED_KEYS = {
     "\x1b[1~": "home", "\x1b[4~": "end", "\x7f": "erase", "\x08": "erase", "\r": "enter",
     "\n": "enter", "\x1b": "escape",
 }  # fmt: skip
-PAGE = 10
+PAGE = 10  # rows by which the keys page up and page down move
 
 
 def keys_in(text: str) -> Iterator[str]:

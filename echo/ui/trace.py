@@ -37,12 +37,13 @@ from echo.wire.messages import LEARNER_ID
 MAX_EVENTS = 500_000
 """Largest number of events in a trace. A trace with so many events has about 100 MB, and Perfetto
 can still open it."""
-MICROSECONDS = 1e6
+MICROSECONDS = 1e6  # in a second; times in the trace are microseconds
 
 Event = dict[str, Any]
 Window = tuple[int, int]
 """The first and the last step that a trace contains."""
-ALL = (0, 10**9)
+ALL: Window = (0, 10**9)
+"""All steps: the option takes step numbers of at most nine digits."""
 
 TRAINING, WAITING, PUBLISHING, EVALUATING, EVENTS = range(5)
 _ROWS = ("trains", "waits for groups", "makes versions", "evaluates", "events")

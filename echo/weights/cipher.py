@@ -46,12 +46,12 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from echo.core.errors import RemoteProtocolError
 from echo.wire.codec import Frame
 
-KEY_BYTES = 32
+KEY_BYTES = 32  # of AES-256
 
 # The context in which a key is hashed. The signed hash must reveal nothing else of the key.
 _COMMITMENT = "echo-rl 2026-11 key of one form of a version"
-_BLOCK_BYTES = 16
-_NONCE_BYTES = 12
+_BLOCK_BYTES = 16  # of AES, which GCM's counter counts
+_NONCE_BYTES = 12  # of GCM: with another length, GCM would hash the nonce first
 _FIRST_COUNTER = 2
 """GCM's counter of the first block of a text; counter 1 is reserved for the tag."""
 

@@ -203,9 +203,15 @@ Indices = npt.NDArray[np.int64]
 
 _COUNTS = struct.Struct("<III")
 _PIECE_BYTES = 1 << 20
+"""Number of bytes of a block that are compared at once. The result, one byte for each word, then
+fits into a core's cache. Much smaller pieces would need more calls of numpy.
+"""
 _SAMPLE_STRIDE = 1 << 13
-_SKIP = 255
-_ESCAPE = 15
+"""Number of words from one sample to the next. No cache holds a sample, so samples are expensive. A
+block of 16-bit words has 256 samples, which tell whether most of its words have changed.
+"""
+_SKIP = 255  # the byte for 255 unchanged words and no change
+_ESCAPE = 15  # the nibble for a number that is among the escapes
 
 
 def has_more_changes(old: Words, new: Words, limit: int) -> bool:
@@ -395,7 +401,13 @@ SPARSE_SHARE = 0.2
 """Largest share of changed words for which CHANGES is used without a comparison with other codecs.
 """
 NUM_SAMPLES = 16
+"""Number of samples of a block on which codecs are compared. The samples are spread over the block,
+because its tensors may have changed in different ways.
+"""
 SAMPLE_WORDS = 1024
+"""Number of words in a sample. All samples together are 1/128 of a block of 16-bit words, so the
+comparison takes little time.
+"""
 
 _Coder: TypeAlias = Callable[[Words, Words], list[bytes]]
 

@@ -187,7 +187,14 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 # --- link: credit and patience --------------------------------------------------------------------
 
 MIN_PATIENCE_S = 0.5
+"""Shortest `patience_s` with a spare parent, in seconds. With a much shorter time, the node would
+leave each parent that is busy for a moment. With a longer time, all nodes below a dead parent would
+wait longer.
+"""
 MAX_PATIENCE_S = 60.0
+"""Longest `patience_s` in seconds, unless the configured time is longer. Without this limit, a node
+whose link was slow for a while could wait hours for a dead parent.
+"""
 PROMISE_GRACE_S = 0.5
 """Seconds by which a Waiting may arrive later than the parent announced."""
 MAX_PROMISE_S = 2.0

@@ -37,8 +37,11 @@ from echo.wire.messages import ITEM_BYTES
 
 # --- manifest -------------------------------------------------------------------------------------
 
-HASH_BYTES = 32
+HASH_BYTES = 32  # of BLAKE3
 MIN_CHUNK_BYTES = 1 << 10
+"""Smallest size of a chunk in bytes. The hashes of such chunks take 3 % of the image. With much
+smaller chunks, the hashes would be a large part of each version.
+"""
 MAX_CHUNK_BYTES = 16 << 20
 """Largest size of a chunk in bytes. Chunks above 1 MiB make encryption slower, and chunks above 4
 MiB do not make a transfer faster (measured on loopback).

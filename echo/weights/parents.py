@@ -37,6 +37,10 @@ CONNECT_TIMEOUT_S = 3.0
 handshake takes less than 1 s.
 """
 QUARANTINE_S = 600.0
+"""Seconds for which a node that sent wrong chunks is not dialled. After a much shorter time, a node
+with damaged memory would waste its children's time with each version. Without an end, a node whose
+operator has repaired it would never serve again.
+"""
 ALONE_S = 10.0
 """Seconds after which a quarantine ends if no parent serves this node. By then, the fault of the
 quarantined parent may have passed.

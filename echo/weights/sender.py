@@ -280,6 +280,10 @@ MAX_SIBLINGS = 64
 where all nodes share the learner's uplink.
 """
 SLOW_AFTER_S = 5.0
+"""Seconds of a transfer after which a child's rate is compared with its siblings' rates. It is also
+the longest time for which siblings wait for a silent child. In a much shorter time, the rate would
+depend on single pauses. In a longer time, a slow child would delay its siblings for longer.
+"""
 SILENT_CHUNKS = 8
 """Length of a silence after which siblings do not wait for a child. It is given as the number of
 chunks that the child would usually take in this time.

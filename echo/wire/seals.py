@@ -58,6 +58,10 @@ _Bytes = bytes | bytearray | memoryview
 MAX_CHANNELS = 1 << 14
 """Number of channels whose keys are cached. Keys of other channels are computed again if needed."""
 NONCE_BYTES, NAME_BYTES, CODE_BYTES = 16, 8, 16
+"""Size in bytes of the nonces of a joining, of a channel's name, and of a seal's code. A node
+without the keys cannot guess a code of 16 bytes. A name need only differ between the channels of a
+run.
+"""
 WINDOW = 1024
 """A message is no longer accepted once this number of later messages in the same direction has been
 verified.

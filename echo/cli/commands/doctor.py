@@ -234,6 +234,9 @@ def _compare(config: Config, report: LinkReport) -> Iterator[Finding]:
 # --- engine ---------------------------------------------------------------------------------------
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 16
+"""Number of tokens of the prompt, and of those that are sampled: enough to show that the engine
+works, and few enough for a large model on a CPU.
+"""
 
 
 def check_engine(config: Config) -> Iterator[Finding]:

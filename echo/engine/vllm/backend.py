@@ -309,6 +309,10 @@ def read_facts(vllm_config: Any) -> Facts:
 log = logging.getLogger(__name__)
 
 INLINE_CLOSE_TIMEOUT_S = 10.0
+"""Longest time, in seconds, to wait for the last step of an engine that is closed. A new engine in
+this process waits as long for its predecessor. Without a limit, a step that hangs would keep the
+node from ending.
+"""
 
 _ALIVE = threading.Lock()
 """Lock that is held while this process has an `InlineBackend`."""
@@ -690,6 +694,9 @@ class CrashReason:
 
 
 CLOSE_TIMEOUT_S = 20.0
+"""Longest time, in seconds, to wait until vLLM's processes have ended, and again for our thread.
+Without a limit, a process that hangs would keep the node from ending.
+"""
 
 
 class ProcessBackend(Backend):

@@ -146,6 +146,9 @@ take fewer bytes.
 """
 
 _ALIGNMENT_BYTES = 8
+"""Each part begins at a multiple of this number of bytes: the size of torch's int64. At other
+offsets torch cannot view memory as int64.
+"""
 
 
 @dataclass(frozen=True, slots=True)

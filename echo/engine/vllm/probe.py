@@ -50,7 +50,13 @@ from echo.engine.weights import torch_dtype
 log = logging.getLogger(__name__)
 
 NUM_TEXTS = 4
+"""Number of texts in the prompt. With a single text, all compared tokens would depend on one
+beginning.
+"""
 TEXT_TOKENS = 24
+"""Number of tokens of each text. All texts together have 96 tokens. With a few tokens, the mean
+difference would depend on single tokens. With thousands, a check would delay each swap.
+"""
 START_TOKENS = 2
 """Number of tokens at the start of each text. Their ids are spread over the vocabulary, and their
 log-probabilities do not count in the mean.

@@ -27,6 +27,8 @@ from echo.wire.messages import Deliver, Failed, Lease
 MAX_DETAIL_LENGTH = 500
 """Largest number of characters in the detail that a Failed states."""
 MAX_TRACEBACK_LENGTH = 10_000
+"""Largest number of characters of the traceback in a Failed. The end of a longer traceback is sent,
+because it has the error and the line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,17 +64,22 @@ class SlowBodyError(EchoError):
 
 
 MAX_BODY_BYTES = 16 << 20
+"""Largest size of a request's body, in bytes. A text of a million tokens has about 4 MB."""
 LARGE_BODY_BYTES = 256 << 10
 """A body is large if it has more bytes than this number, or if its size is unknown.
 
 At most MAX_LARGE_BODIES large bodies are read at the same time.
 """
 MAX_LARGE_BODIES = 4
+"""Largest number of large bodies in memory at the same time: 64 MiB with the largest bodies."""
 BODY_S = 30.0
 """Seconds within which a request's body must arrive."""
 TOKEN_S = 10.0
 """Seconds after which a connection that has not sent the token is closed."""
 MAX_UNKNOWN = 256
+"""Largest number of open connections that have not sent the token. Each takes a file descriptor, of
+which many systems allow a process 1 024.
+"""
 KEEPALIVE_S = 75.0
 """Seconds that a connection may be idle between two requests."""
 MIN_WAIT_S = 1.0
@@ -82,6 +87,9 @@ MIN_WAIT_S = 1.0
 lease, which the worker asks for only while an agent waits.
 """
 MAX_WAIT_S = 60.0
+"""Longest time, in seconds, that a request waits for an episode. A longer `wait_s` is cut to this
+time, because clients and proxies give up requests that stay unanswered for long.
+"""
 LINGER_S = 1.0
 """Seconds that running calls may still take when the node ends."""
 SESSION_HEADER = "X-Echo-Session"

@@ -187,7 +187,13 @@ def check_kernel(facts: KernelFacts) -> Iterator[Finding]:
 # --- disk -----------------------------------------------------------------------------------------
 
 SLOW_SYNC_S = 0.1
+"""The doctor warns if an fsync takes longer than this number of seconds. A group is acknowledged
+only after an fsync.
+"""
 SLOW_BYTES_PER_S = 50e6
+"""The doctor warns if a directory takes fewer bytes per second. At this rate, a checkpoint of 10 GB
+takes 200 s.
+"""
 
 
 def check_disk(

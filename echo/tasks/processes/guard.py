@@ -25,8 +25,8 @@ CHECK_S = 1.0
 """Seconds between two checks of whether the node lives."""
 
 # From linux/prctl.h. Other systems have no such call; orphans there are not adopted.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1  # this process gets a signal when its parent ends
+_PR_SET_CHILD_SUBREAPER = 36  # this process adopts the orphans among its descendants
 
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 

@@ -58,6 +58,9 @@ MAX_TRACEBACK_LENGTH = 2000
 """If a traceback is longer than this number of characters, only its end is sent."""
 
 MAX_MESSAGE_BYTES = 64 << 20
+"""Largest size of a message in bytes. Without a bound, a task's code could make the node read a
+message of 4 GiB.
+"""
 
 _LENGTH = struct.Struct("<I")
 

@@ -40,6 +40,9 @@ PARQUET_REVISION = "refs/convert/parquet"
 """The branch on which the hub converts every dataset to Parquet."""
 
 NUM_BATCH_ROWS = 1024
+"""Number of rows that are read from a Parquet file at once. Each row becomes Python objects, which
+take several times the memory of the file.
+"""
 _FILES = "_data_files"
 """Key under which the state.json of a saved dataset lists its files."""
 _READ = (

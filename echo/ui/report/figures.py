@@ -32,6 +32,8 @@ COLORS = ("#4c72b0", "#dd8452", "#2a9d5c", "#b5479b", "#8172b3", "#937860", "#c4
 WIDTH, HEIGHT = 6.6, 3.1
 """Size of a figure, inches."""
 DPI = 130
+"""Dots per inch of a figure: 858 pixels for its width. With far fewer, the labels would be hard to
+read. With far more, the report would be large."""
 MAX_BARS = 20
 """Largest number of bars in a figure. If there are more, only the longest bars are drawn."""
 MAX_STALENESS_SHOWN = 8

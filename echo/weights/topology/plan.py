@@ -44,8 +44,6 @@ from typing import Literal
 from echo.core.timers import MANY_NODES
 from echo.weights.store.artifacts import Chunked
 from echo.weights.topology.sites import (
-    ASSUMED_RTT_S,
-    SAME_REGION_RTT_S,
     Hop,
     PlannedNode,
     Site,
@@ -539,6 +537,14 @@ leaves.
 """
 ASSUMED_PAYLOAD_BYTES = 1 << 30
 """Assumed size of a version, in bytes, before the first version is published."""
+SAME_REGION_RTT_S = 0.005
+"""Assumed round-trip time between two nodes of a region, in seconds. Each node measures only the
+round trip to its parent, which is often in another region.
+"""
+ASSUMED_RTT_S = 0.05
+"""Assumed round-trip time between two nodes, in seconds, if none was measured. With 0, long chains
+would seem to cost nothing. With far more, all nodes would be children of the learner.
+"""
 
 
 @dataclass(frozen=True, slots=True)

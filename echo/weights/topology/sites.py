@@ -219,7 +219,3 @@ def downlink_limits(
         for node_id, parent in parents.items()
         if node_id in received and could_give_more(parent, received[node_id])
     }
-
-
-SAME_REGION_RTT_S = 0.005
-ASSUMED_RTT_S = 0.05

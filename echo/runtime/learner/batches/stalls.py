@@ -62,7 +62,11 @@ START_S = 60.0
 In these steps nodes still join and build their engines.
 """
 WARM_UP_STEPS = 2
+"""Number of steps in which long waits are usual. The median of a single step's wait would be that
+wait."""
 USUAL_FACTOR = 2.0
+"""A wait is longer than usual only if it exceeds this multiple of the median wait. With a factor
+near 1, half of all waits would be longer than usual."""
 LONG_SHARE = 0.25
 """A wait is long if it takes at least this share of the duration of a usual step. The last
 NUM_STEPS steps have waited long if their waits take more than this share of their total time.

@@ -26,6 +26,8 @@ from echo.wire.messages import LEARNER_ID
 LOST_COUNTS_FOR_S = 3600.0
 """Seconds for which a lost machine is still counted as billed: one usual billing step."""
 _TRAFFIC_WINDOW_S = 300.0
+"""Seconds over which the cost of traffic is averaged. Weights are sent in bursts, so the average
+over a few seconds would alternate between nothing and the price of a burst."""
 
 
 @dataclass(slots=True)

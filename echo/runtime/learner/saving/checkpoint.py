@@ -27,7 +27,7 @@ from echo.core.units import format_bytes
 from echo.records.files import hash_file, sync_path, write_file
 from echo.records.retention import StoredCheckpoint
 
-FORMAT = 2
+FORMAT = 2  # of a checkpoint; a checkpoint of another format is refused
 INFO_FILE = "checkpoint.json"
 SUMS_FILE = "BLAKE3SUMS"
 BEST_FILE = "best"
