@@ -22,6 +22,10 @@ the table does not name are ignored.
                       --silence--> requested_again     --silence_with_spare--> alone
                       --complete--> idle
 
+Events are members of an enum, not dataclasses, because no state depends on a value of an event. The
+values (times, bytes) change only the window and the timeout, so each method takes its own. The link
+sends no messages, so its methods return no actions.
+
 **Credit and backpressure.** The window limits the bytes that are under way or wait to be written.
 The size of the window is 1.5 x rate x round trip + 2 chunks for each connection, at the measured
 rate of this link. A long link has several connections (`echo/net/zmq.py`). The window grows by half
