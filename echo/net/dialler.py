@@ -1,4 +1,9 @@
-"""Links that a node dials, and redials after every loss until `close`."""
+"""Links that a node dials, and redials after every loss until `close`.
+
+After a failed attempt, the node reads the greeting of the other side without libzmq
+(`read_greeting`). libzmq reports only that the attempt failed. So without the greeting, one message
+would have to cover a closed port, another program, the port for weights and a wrong key.
+"""
 
 from __future__ import annotations
 
