@@ -449,7 +449,7 @@ def test_an_answer_that_cannot_be_read_is_not_waited_for(monkeypatch: pytest.Mon
 
 class Process(ProcessBackend):
     async def _start(self, arguments: Mapping[str, Any]) -> None:
-        self._engine = Vllm()
+        self._engine = self.vllm = Vllm()
 
 
 @pytest.fixture
@@ -471,10 +471,10 @@ def test_weights_go_through_memory_or_where_that_has_no_space_through_the_disk(
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
         process.update(weights, "1", clears_cache=True)
-        [(path, found)] = process._engine.files.items()
+        [(path, found)] = process.vllm.files.items()
         assert Path(path).parents[1] == place
         assert torch.equal(found["a"], weights["a"])
-        process._engine.files.clear()
+        process.vllm.files.clear()
     disk.rmdir()
     message = r"no space to hand the weights .*; free 16 MiB in .* --shm-size\) or .*disk"
     with pytest.raises(EngineError, match=message):
@@ -523,7 +523,7 @@ def test_what_is_asked_of_one_that_had_died_or_is_closed_says_so(
     process: Process, call: Callable[[Backend], object]
 ) -> None:
     """So that whoever asked tries again with one that is started anew, if that is possible."""
-    process._engine.errored = True
+    process.vllm.errored = True
     with pytest.raises(EngineWasDeadError):
         call(process)
     closed = Process({})

@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, directory: Path, *, max_bytes: int | None, keep_last: int = 3) -> None:
         self.directory, self.max_bytes, self.keep_last = directory, max_bytes, keep_last
-        self.num_groups = self.lineage = 0
+        self.num_groups = self.lineage = self.peak_bytes = 0
         self.waiting: list[int] = []
         self.open(lambda saved: saved.begin())
 
@@ -52,7 +52,7 @@ class Run:
             min_free_bytes=0,
             now=0.0,
         )
-        self.limit = DiskLimit(self.ledger, self.checkpoints, max_bytes=self.max_bytes, log=LOG)
+        self.limit_to(self.max_bytes)
         saved = SavedRun(self.ledger, self.checkpoints)
         begun = start(saved)
         saved.enter(begun)
@@ -61,6 +61,11 @@ class Run:
         self.ledger.append(Published(version=PolicyVersion(self.lineage, self.step)))
         self.ledger.commit()
         return begun
+
+    def limit_to(self, max_bytes: int | None) -> None:
+        """Give the run another limit, as a resume with other settings does."""
+        self.max_bytes = max_bytes
+        self.limit = DiskLimit(self.ledger, self.checkpoints, max_bytes=max_bytes, log=LOG)
 
     def resume(self) -> StartingPoint:
         self.ledger.release()
@@ -102,6 +107,7 @@ class Run:
 
         def save_state(directory: Path) -> None:
             (directory / "state").write_bytes(bytes(num_bytes))
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
         self.ledger.sync()
         self.limit.make_space(step=self.step)
@@ -158,15 +164,15 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_the_oldest_goes_first_with_a_record_and_the_newest_and_the_best_stay(run: Run) -> None:
-    run.max_bytes = run.limit._max_bytes = None
+    run.limit_to(None)
     run.make_steps(4)
     assert run.removals == []
     assert (run.steps, run.group_files[0]) == ([2, 3, 4], "000001.bin")
     run.checkpoints.score(2, 0.5)
-    run.limit._max_bytes = 5 * STATE_BYTES // 2
+    run.limit_to(5 * STATE_BYTES // 2)
     run.make_steps(1)
     assert run.steps == [2, 5], "3 and 4 made space; 2 is the best"
-    assert run.num_bytes <= run.limit._max_bytes
+    assert run.num_bytes <= 5 * STATE_BYTES // 2
     first, second = run.removals
     assert first.cause == "limits.run_dir_bytes = 488 KiB"
     assert first.paths[:2] == ("groups/000001.bin", "groups/000002.bin")
@@ -176,19 +182,9 @@ def test_the_oldest_goes_first_with_a_record_and_the_newest_and_the_best_stay(ru
     run.check()
 
 
-def test_space_is_made_before_a_checkpoint_is_written(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peaks: list[int] = []
-    save = Checkpoints._delete_others
-
-    def measured(self: Checkpoints, step: int) -> int:
-        peaks.append(run.num_bytes)
-        return save(self, step)
-
-    monkeypatch.setattr(Checkpoints, "_delete_others", measured)
+def test_space_is_made_before_a_checkpoint_is_written(run: Run) -> None:
     run.make_steps(6)
-    assert max(peaks) <= 3 * STATE_BYTES
+    assert 2 * STATE_BYTES < run.peak_bytes <= 3 * STATE_BYTES
 
 
 def test_the_best_does_not_make_groups_wait_for_ever(run: Run) -> None:
@@ -237,22 +233,23 @@ def test_a_resume_from_each_checkpoint_that_is_left_loses_no_group(
 
 
 def test_the_number_of_a_removed_file_is_not_given_again(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger_module, "KEPT_BYTES", 0)
-    run.checkpoints._keep_last = 1  # no older checkpoint needs groups
+    run = Run(tmp_path, max_bytes=3 * STATE_BYTES, keep_last=1)  # no older one needs groups
     run.make_steps(2)
     assert run.group_files == []
     run.resume()
     run.store()
     assert run.group_files == ["000003.bin"]
     run.check()
+    run.ledger.release()
 
 
 def test_a_crash_between_the_record_and_the_deletion_is_made_up_for_by_the_resume(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.limit._max_bytes = None
+    run.limit_to(None)
     run.make_steps(4)
     run.store(1)
 
@@ -261,7 +258,7 @@ def test_a_crash_between_the_record_and_the_deletion_is_made_up_for_by_the_resum
 
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "_delete", die)
-        run.limit._max_bytes = 2 * STATE_BYTES
+        run.limit_to(2 * STATE_BYTES)
         with pytest.raises(KeyboardInterrupt):
             run.limit.enforce(step=4)
     assert len(run.removals) == 1
@@ -274,12 +271,12 @@ def test_a_crash_between_the_record_and_the_deletion_is_made_up_for_by_the_resum
 def test_a_checkpoint_that_the_run_starts_from_is_not_deleted_even_if_it_was_to_go(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.limit._max_bytes = None
+    run.limit_to(None)
     run.make_steps(3)
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "_delete", lambda *_: None)
         patch.setattr(disk_limit_module, "delete_entry", lambda *_: None)
-        run.limit._max_bytes = STATE_BYTES
+        run.limit_to(STATE_BYTES)
         run.limit.enforce(step=3)
     (run.directory / "checkpoints" / "step_000003" / "state").write_bytes(b"")
     start = run.resume()
@@ -292,12 +289,11 @@ def test_a_checkpoint_of_the_same_name_in_a_later_lineage_is_not_what_was_remove
     run.make_steps(4)
     assert "checkpoints/step_000002" in run.removals[-1].paths
     (run.directory / "checkpoints" / "latest").write_text("step_000003\n")
-    run.limit._max_bytes = None
+    run.max_bytes = None
     shutil.rmtree(run.directory / "checkpoints")  # the user begins again from the initial weights
     run.resume()
     for _ in range(2):
         run.train()
-    run.max_bytes = None
     run.save()
     assert run.resume().step == 2
 
@@ -305,7 +301,7 @@ def test_a_checkpoint_of_the_same_name_in_a_later_lineage_is_not_what_was_remove
 def test_what_must_stay_above_the_limit_is_named_once(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run.limit._max_bytes = STATE_BYTES
+    run.limit_to(STATE_BYTES)
     run.store(2)
     run.make_steps(3)
     assert (run.steps, run.waiting) == ([3], [3, 4])
@@ -315,9 +311,9 @@ def test_what_must_stay_above_the_limit_is_named_once(
     assert "above limits.run_dir_bytes = 195 KiB" in text
     assert "checkpoints 196 KiB, " in text
     assert text.endswith("raise limits.run_dir_bytes")
-    run.limit._max_bytes = 2 * STATE_BYTES
-    run.make_steps(1)
-    run.limit._max_bytes = STATE_BYTES
+    run.store()
+    run.train()
+    run.save(num_bytes=STATE_BYTES // 2)
     run.make_steps(1)
     assert caplog.text.count("above limits") == 2, "again after it was within the limit"
 
@@ -329,11 +325,11 @@ def test_images_of_older_versions_go_before_a_checkpoint_and_the_newest_stays(ru
     for name in ("v1_9", "v1_10", "v2_3"):
         (folder / f"{name}.safetensors").write_bytes(bytes(STATE_BYTES))
     (folder / "v9_9.partial").write_bytes(b"being written")
-    run.limit._max_bytes = 9 * STATE_BYTES // 2
+    run.limit_to(9 * STATE_BYTES // 2)
     run.limit.enforce(step=2)
     left = sorted(path.name for path in folder.iterdir())
     assert left == ["v1_10.safetensors", "v2_3.safetensors", "v9_9.partial"]
-    run.limit._max_bytes = 1
+    run.limit_to(1)
     run.limit.enforce(step=2)
     assert sorted(path.name for path in folder.iterdir()) == left[1:]
     assert run.steps == [2]
@@ -364,9 +360,9 @@ def test_whatever_happens_each_checkpoint_that_is_left_can_be_resumed_from(
         for call in calls:
             match call:
                 case "squeeze":
-                    run.max_bytes = run.limit._max_bytes = STATE_BYTES
+                    run.limit_to(STATE_BYTES)
                 case "ease":
-                    run.max_bytes = run.limit._max_bytes = 3 * STATE_BYTES
+                    run.limit_to(3 * STATE_BYTES)
                 case "resume":
                     assert run.resume().losses == []
                 case _:
