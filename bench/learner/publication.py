@@ -23,7 +23,7 @@ from echo.runtime.learner.versions.publish import Coder, Images, Publication, ma
 from echo.train.ranks.rank_group import AnyTrainer, Launch, LeadTrainer, follow, join
 from echo.train.trainer import Trainer
 from echo.weights.delta import block_bytes_of
-from echo.weights.store.artifacts import Transfer
+from echo.weights.store.items import Transfer
 from learner.groups import make_groups
 from learner.models import make_trainer, vocab_size_of
 

@@ -32,7 +32,7 @@ from echo.runtime.node import MAX_WORKERS
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed, hash_image
 from echo.weights.store import eviction
-from echo.weights.store.artifacts import AuditChunks, Transfer
+from echo.weights.store.items import AuditChunks, Transfer
 from echo.weights.store.store import ItemStore
 from echo.weights.store.writing import WriteChunk
 from echo.wire.messages import Form

@@ -3,7 +3,8 @@
 Every node fetches weights, chunk by chunk, from one parent, and serves any number of children. The
 learner has no parent; `publish` adds the learner's versions to the store. A node has a **store** of
 items (`store/store.py`). An item is one version in one form: the whole image, or an encoded version
-(a delta or a keyframe).
+(a delta or a keyframe). The word "item" is that of the messages (`ItemId`). "Artifact", the word of
+experiment trackers, would be less exact: it stands for any file of a run.
 
     child                         parent
       Subscribe(newest held)  ->            once per link, and when an Announce may be lost
@@ -59,7 +60,6 @@ from echo.weights.offers import form_of
 from echo.weights.receiver import Receiver
 from echo.weights.sender import Sender
 from echo.weights.store import eviction
-from echo.weights.store.artifacts import AuditChunks, Chunked, Transfer
 from echo.weights.store.changes import (
     ChunksHeld,
     EvictionDue,
@@ -70,6 +70,7 @@ from echo.weights.store.changes import (
 )
 from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.items import AuditChunks, Chunked, Transfer
 from echo.weights.store.memory import VersionStore
 from echo.weights.store.patches import PatchMode
 from echo.weights.store.store import ItemStore

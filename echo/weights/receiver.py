@@ -53,7 +53,6 @@ from echo.weights.offers import Offers
 from echo.weights.rates import RateEstimate
 from echo.weights.requests import Requests
 from echo.weights.store import eviction
-from echo.weights.store.artifacts import AuditChunks, Transfer
 from echo.weights.store.audit import Audit
 from echo.weights.store.changes import (
     ChunksHeld,
@@ -64,6 +63,7 @@ from echo.weights.store.changes import (
 )
 from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.items import AuditChunks, Transfer
 from echo.weights.store.store import ItemStore
 from echo.weights.store.trust import TrustedManifests
 from echo.weights.store.writing import WRONG_HASH, EarlyChunks, WriteChunk

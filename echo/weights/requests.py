@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from echo.core.bounds import MAX_RANGES
 from echo.weights.link import ParentLink
-from echo.weights.store.artifacts import Chunked
 from echo.weights.store.encoded import EncodedVersion
+from echo.weights.store.items import Chunked
 from echo.weights.store.store import ItemStore
 from echo.wire.actions import Action, Send
 from echo.wire.codec import encode

@@ -38,8 +38,8 @@ from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
 from echo.weights.link import MAX_WINDOW_BYTES
 from echo.weights.rates import SAMPLE_S, UplinkEstimate
-from echo.weights.store.artifacts import Chunked, Transfer
 from echo.weights.store.encoded import EncodedVersion
+from echo.weights.store.items import Chunked, Transfer
 from echo.weights.store.store import ItemStore
 from echo.wire.actions import Action, Send
 from echo.wire.codec import Frame, encode

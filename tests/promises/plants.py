@@ -41,8 +41,8 @@ from echo.weights import receiver
 from echo.weights.delta import BlockPatch, decode_block
 from echo.weights.manifest import SignedManifest
 from echo.weights.parents import Parents
-from echo.weights.store import artifacts, encoded, trust, writing
-from echo.weights.store.artifacts import Transfer
+from echo.weights.store import encoded, items, trust, writing
+from echo.weights.store.items import Transfer
 from echo.weights.store.patches import Patch
 from echo.weights.watchdog import Watchdog
 from echo.wire.actions import Stop
@@ -328,7 +328,7 @@ def write_in_place_carelessly(patch: pytest.MonkeyPatch) -> None:
 @plant(20, "b")
 def audit_nothing(patch: pytest.MonkeyPatch) -> None:
     """Look neither at what a delta replaces nor at what lies beside it."""
-    patch.setattr(artifacts.AuditChunks, "run", lambda self: "")
+    patch.setattr(items.AuditChunks, "run", lambda self: "")
     patch.setattr(encoded.OpenBlock, "run", open_whatever_is_there)
 
 

@@ -44,7 +44,7 @@ from echo.runtime.disk_store import (
     open_store,
 )
 from echo.weights.manifest import Manifest, build_manifest, encode_signed, sign, verify
-from echo.weights.store.artifacts import Transfer
+from echo.weights.store.items import Transfer
 from echo.weights.store.writing import WriteChunk
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL

@@ -49,9 +49,9 @@ from echo.weights.manifest import (
 )
 from echo.weights.receiver import VersionArrived
 from echo.weights.schedule import MAX_PENDING, PublishPace
-from echo.weights.store.artifacts import Transfer
 from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.items import Transfer
 from echo.weights.store.patches import PatchMode
 from echo.wire.actions import Send
 from echo.wire.messages import Announce, Segment

@@ -48,7 +48,7 @@ from echo.train.trainer import Trainer
 from echo.weights import delta
 from echo.weights.delta import block_bytes_of
 from echo.weights.manifest import encode_signed
-from echo.weights.store.artifacts import Transfer
+from echo.weights.store.items import Transfer
 from tests.train.test_attention import varlen_on_a_cpu
 from tests.train.test_supports import with_supports
 from tests.train.test_trainer import make_group, make_groups

@@ -16,8 +16,8 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.broadcast import Broadcast
 from echo.weights.link import ParentFailed
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
-from echo.weights.store.artifacts import Transfer
 from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.items import Transfer
 from echo.weights.store.memory import VersionStore
 from echo.weights.store.patches import Patch
 from echo.weights.store.writing import WriteChunk

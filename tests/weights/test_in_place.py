@@ -16,9 +16,9 @@ from echo.core.rollout import PolicyVersion
 from echo.weights.delta import encode_delta, open_block, split_blocks
 from echo.weights.manifest import encode_signed, sign
 from echo.weights.store import writing
-from echo.weights.store.artifacts import AuditChunks, Transfer
 from echo.weights.store.encoded import OpenBlock
 from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.items import AuditChunks, Transfer
 from echo.weights.store.memory import RecycledMemory, touched_memory
 from echo.weights.store.patches import Patch, PatchMode
 from echo.wire.messages import FULL, Announce, Chunk, Fetch, Form, Gone, Subscribe

@@ -14,7 +14,7 @@ from echo.weights.link import MAX_BAD_CHUNKS, ParentFailed
 from echo.weights.manifest import encode_signed
 from echo.weights.offers import MAX_REFUSED, Offers
 from echo.weights.receiver import FIRST_PAUSE_S, MAX_PAUSE_S, RELEASE_PAUSE_S
-from echo.weights.store.artifacts import Transfer
+from echo.weights.store.items import Transfer
 from echo.weights.store.store import ItemStore
 from echo.weights.store.writing import WRONG_HASH, WriteChunk
 from echo.weights.watchdog import WAIT_STALLS

@@ -12,8 +12,8 @@ from echo.core.errors import RemoteProtocolError
 from echo.weights import sender
 from echo.weights.rates import RISE_S
 from echo.weights.sender import FORGET_STALLS, MAX_LEAD_CHUNKS, PIN_STALLS, WAITING_PERIOD_S, Sender
-from echo.weights.store.artifacts import Transfer
 from echo.weights.store.encoded import EncodedVersion
+from echo.weights.store.items import Transfer
 from echo.weights.store.store import ItemStore
 from echo.wire.actions import Action, Send
 from echo.wire.messages import (

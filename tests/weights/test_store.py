@@ -16,9 +16,9 @@ from echo.core.errors import RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights.delta import split_blocks
 from echo.weights.manifest import HASH_BYTES, encode_signed, sign
-from echo.weights.store.artifacts import Transfer
 from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.store.eviction import MAX_ENCODED_VERSIONS, expendable
+from echo.weights.store.items import Transfer
 from echo.weights.store.memory import allocate
 from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL

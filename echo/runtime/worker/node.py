@@ -89,8 +89,8 @@ from echo.tasks.rewards import RewardError, TaskHost
 from echo.tasks.task import Example
 from echo.weights.manifest import TensorSpec, hash_image
 from echo.weights.receiver import VersionArrived, VersionAudited, VersionDamaged
-from echo.weights.store.artifacts import Transfer
 from echo.weights.store.in_place import ApplyPatch
+from echo.weights.store.items import Transfer
 from echo.wire.actions import Action, Note
 from echo.wire.messages import Lease
 

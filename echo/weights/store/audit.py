@@ -9,7 +9,7 @@ at most AUDIT_SHARE of the time.
 from __future__ import annotations
 
 from echo.core.rollout import PolicyVersion
-from echo.weights.store.artifacts import AuditChunks, Transfer
+from echo.weights.store.items import AuditChunks, Transfer
 from echo.weights.store.store import ItemStore
 from echo.wire.actions import Action
 

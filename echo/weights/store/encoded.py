@@ -44,7 +44,7 @@ from echo.weights.manifest import (
     verify,
     verify_signature,
 )
-from echo.weights.store.artifacts import Chunked, Transfer
+from echo.weights.store.items import Chunked, Transfer
 from echo.weights.store.memory import allocate
 from echo.weights.store.patches import Patch
 from echo.wire.actions import Work

@@ -7,7 +7,7 @@ engine, between two tokens, when installing the version (`PatchMode`). Afterward
 holds the new version.
 
 Children, or an engine that returns to the base, can still read the base: a reader copies a block
-and restores the old words in the copy (`artifacts.py`). If an engine needs unchanged bytes, the
+and restores the old words in the copy (`items.py`). If an engine needs unchanged bytes, the
 base is copied and the copy is patched.
 """
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from echo.core.errors import LocalProtocolError
 from echo.core.rollout import PolicyVersion
-from echo.weights.store.artifacts import Transfer
 from echo.weights.store.encoded import EncodedVersion
+from echo.weights.store.items import Transfer
 from echo.weights.store.memory import VersionStore
 from echo.weights.store.patches import Patch, PatchMode
 from echo.wire.actions import Work

@@ -11,7 +11,7 @@ serve both in the same way, chunk by chunk.
 Each of these files decides one thing:
 
     memory.py      where the bytes of an image lie
-    artifacts.py   which chunks of an item are held, and how a chunk is read
+    items.py       which chunks of an item are held, and how a chunk is read
     encoded.py     how a version is coded into segments and blocks
     patches.py     which bytes of an image a delta changes
     in_place.py    which delta may be written over its base
@@ -29,9 +29,9 @@ from __future__ import annotations
 from echo.core.rollout import KEEP_VERSIONS, PolicyVersion
 from echo.weights.cipher import SentChunks
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest, encode_signed
-from echo.weights.store.artifacts import Chunked, Transfer
 from echo.weights.store.encoded import DecodeBlock, EncodedVersion, OpenBlock
 from echo.weights.store.in_place import InPlace
+from echo.weights.store.items import Chunked, Transfer
 from echo.weights.store.memory import VersionStore
 from echo.weights.store.patches import Patch
 from echo.wire.messages import FULL, EncodedVersionOffer, ItemId

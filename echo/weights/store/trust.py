@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from echo.core.errors import ForgedError, LocalProtocolError, RemoteProtocolError
 from echo.core.rollout import PolicyVersion
 from echo.weights.manifest import Manifest, SegmentTable, SignedManifest, verify
-from echo.weights.store.artifacts import Transfer
 from echo.weights.store.encoded import EncodedVersion
+from echo.weights.store.items import Transfer
 from echo.wire.codec import Frame
 from echo.wire.messages import FULL, ItemId
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from echo.weights.manifest import MIN_CHUNK_BYTES
-from echo.weights.store.artifacts import Chunked
+from echo.weights.store.items import Chunked
 from echo.weights.store.memory import Write
 from echo.wire.actions import Work
 from echo.wire.codec import Frame

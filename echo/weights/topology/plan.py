@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo.core.timers import MANY_NODES
-from echo.weights.store.artifacts import Chunked
+from echo.weights.store.items import Chunked
 from echo.weights.topology.sites import (
     Hop,
     PlannedNode,

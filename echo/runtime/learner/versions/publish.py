@@ -65,7 +65,7 @@ from echo.weights.manifest import (
 )
 from echo.weights.offers import form_of
 from echo.weights.schedule import FormSchedule, PublishPace
-from echo.weights.store.artifacts import Transfer
+from echo.weights.store.items import Transfer
 from echo.wire.actions import Action
 from echo.wire.messages import FULL, ItemId
 
