@@ -37,7 +37,7 @@ from echo.engine.weights import VersionImages, Weights
 from echo.runtime.learner.versions import publish as publish_module
 from echo.runtime.learner.versions.publish import Coder, Images, Publication, make_publication
 from echo.train.models import attention, policy
-from echo.train.models.attention import DENSE
+from echo.train.models.attention import DENSE, FA3, FA4, VARLEN, Kernel, choose_kernel
 from echo.train.models.policy import Compute, ModelSource, Policy
 from echo.train.models.rescoring import Rescoring
 from echo.train.ranks import sharded_images, sharded_state, sharding
@@ -288,6 +288,34 @@ def compiled(rank_group: RankGroup, model_dir: str) -> dict[str, float]:
     off = Pair(model_dir, rank_group.ranks, compile_layers=True).compare(make_groups(2))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     return off
+
+
+def kernel(rank_group: RankGroup) -> dict[str, list[str]]:
+    """Return the kernels that each rank tries, deactivates and chooses, and its notices.
+
+    Rank 0 alone has a package that the others lack, and one kernel fails on the last rank alone.
+    """
+    ranks = rank_group.ranks
+    own = [FA3, FA4, DENSE, VARLEN]
+    tried: list[str] = []
+    deactivated: list[str] = []
+    notices: list[str] = []
+
+    def find_fault(kernel: Kernel, *_: Any) -> str | None:
+        tried.append(kernel.name)
+        return "it is wrong" if kernel is FA4 and ranks.rank == ranks.size - 1 else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "candidates", lambda *_: own[1:] if ranks.rank else own)
+        patch.setattr(attention, "find_kernel_fault", find_fault)
+        patch.setattr(attention, "deactivate", lambda kernel: deactivated.append(kernel.name))
+        patch.setattr(attention._log, "warning", lambda text, *of: notices.append(text % of))
+        chosen = choose_kernel(CPU, torch.bfloat16, frozenset(), ranks)
+    told = {"tried": tried, "deactivated": deactivated, "chosen": [chosen.name], "told": notices}
+    return {
+        name: [each.decode() for each in ranks.gather("; ".join(values).encode())]
+        for name, values in told.items()
+    }
 
 
 def read_models(

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo.core.errors import ConfigError
 from echo.engine.weights import INDEX_FILE
+from echo.train.models.attention import DENSE, FA4
 from echo.train.ranks import rank_group, sharded_images
 from echo.train.ranks.rank_group import CrashReasons, Launch, LeadTrainer, RankCommand, join
 from echo.train.ranks.sharded_images import LocalRank, address_of
@@ -72,6 +73,7 @@ def answers(
         "variants": ("variants", size, {"model_dir": tiny, "untied_dir": untied}),
         "trouble": ("trouble", size, {"model_dir": tiny}),
         "bfloat16": ("in_bfloat16", size, {"model_dir": tiny}),
+        "kernel": ("kernel", size, {}),
     }
     adapters = {"model_dir": tiny, "directory": str(tmp_path_factory.mktemp("adapters"))}
     asked["adapters"] = ("adapters", size, adapters)
@@ -242,6 +244,18 @@ def test_they_take_several_adapters(answers: Answers) -> None:
 
 def test_in_bfloat16_they_round_what_one_process_does(answers: Answers) -> None:
     assert_near(answers["bfloat16"])
+
+
+def test_they_use_one_kernel_for_attention(answers: Answers) -> None:
+    """Ranks with different kernels could plan different micro-batches, and wait for ever."""
+    found = answers["kernel"]
+    size = len(found["chosen"])
+    assert found["chosen"] == [DENSE.name] * size
+    assert found["tried"] == [f"{FA4.name}; {DENSE.name}"] * size
+    assert found["deactivated"] == [FA4.name] * size
+    fault = f"rank {size - 1}: it is wrong"
+    notice = f"attention by {FA4.name} was tried and is not used: {fault}"
+    assert found["told"] == [notice] * size
 
 
 @pytest.mark.matrix

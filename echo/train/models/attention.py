@@ -8,7 +8,9 @@
 A packed row has several segments, which must not attend to each other. On a GPU that computes in 16
 bits, `choose_kernel` tries the fastest kernel first. A trial computes two segments in one row, and
 each segment alone, with the head sizes and the window of the model's own layers. Values and
-gradients must be equal. If a kernel fails, a notice is logged and the next kernel is tried.
+gradients must be equal. If a kernel fails, a notice is logged and the next kernel is tried. All
+ranks use the same kernel, because the plan of micro-batches depends on the kernel (rows.py). So a
+kernel that fails on one rank is used on no rank.
 
 cuDNN is faster than FlashAttention 2 only for long segments on GPUs of capability 9. cuDNN makes
 and keeps a plan for each length. A plan takes up to hundreds of milliseconds. So segments of
@@ -38,6 +40,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from echo.algo.row_sizes import LONG_TOKENS, PLAN_TOKENS
+from echo.train.ranks.sharding import ALONE, Ranks
 
 MAX_DENSE_WIDTH = 128
 """Largest width of an attention head that cuDNN's dense products support."""
@@ -176,20 +179,26 @@ def is_installed(module: str) -> bool:
 
 @cache
 def choose_kernel(
-    device: torch.device, dtype: torch.dtype, shapes: frozenset[LayerShape]
+    device: torch.device, dtype: torch.dtype, shapes: frozenset[LayerShape], ranks: Ranks = ALONE
 ) -> Kernel:
-    """Activate and return the fastest kernel that is correct for these layers.
+    """Activate and return the fastest kernel that is correct for these layers on all ranks.
 
     Args:
         device: the device that computes.
         dtype: the type of products.
         shapes: sizes of the attention of the model's layers.
+        ranks: the ranks that train the model. All ranks call this function together.
     """
-    *tried, plain = candidates(device, dtype)
+    own = candidates(device, dtype)
+    names = ranks.gather("\n".join(kernel.name for kernel in own).encode())
+    *tried, plain = [
+        kernel for kernel in own if all(kernel.name in each.decode().split("\n") for each in names)
+    ]
     for kernel in tried:
-        fault = find_kernel_fault(kernel, device, dtype, shapes)
+        fault = ranks.first_fault(find_kernel_fault(kernel, device, dtype, shapes))
         if fault is None:
             return kernel
+        deactivate(kernel)  # it may have failed on another rank only
         _log.warning("attention by %s was tried and is not used: %s", kernel.name, fault)
     return plain
 

@@ -662,8 +662,12 @@ class Policy:
         with torch.no_grad():
             fault: str | None
             fault = self._compute(packing.find_packing_fault, self.model, own_dtype, dtype, shapes)
+        ranks = self.compute.ranks
+        fault = ranks.first_fault(fault)
         if fault is None:
-            self._kernel = choose_kernel(self.device, dtype, frozenset(shapes))
+            self._kernel = choose_kernel(self.device, dtype, frozenset(shapes), ranks)
+        else:
+            self.model.set_attn_implementation(self._attention)  # it may be another rank's fault
         return fault
 
     def _check_logits(self, dtype: torch.dtype) -> None:

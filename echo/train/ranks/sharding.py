@@ -123,6 +123,18 @@ class Ranks:
                 text, reason = failed
                 raise StepError(f"rank {rank}: {text}", reason=reason) from failure
 
+    def first_fault(self, own: str | None) -> str | None:
+        """Return the fault of the first rank that has a fault; None if no rank has a fault.
+
+        If there are several ranks, the text names the rank.
+        """
+        if self.is_alone:
+            return own
+        for rank, fault in enumerate(self.gather((own or "").encode())):
+            if fault:
+                return f"rank {rank}: {fault.decode()}"
+        return None
+
     def add_up(self, value: float) -> float:
         """Return the sum of the values of all ranks."""
         if self.is_alone:
