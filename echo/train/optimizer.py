@@ -283,11 +283,14 @@ class EightBitAdamW(AdamW):
                 [self._moments[name] for name in plain],
                 **options,
             )
+        coded = sorted(held.keys() - set(plain))
+        if coded:
+            # One launch for all tensors together.
+            torch._foreach_add_([self._moments[name][STEP] for name in coded], 1.0)
         updates: dict[int, Update] = {}
-        for name in held.keys() - set(plain):
+        for name in coded:
             parts = self._moments[name]
             step = self._num_updates[name] = self._num_updates[name] + 1
-            parts[STEP].fill_(step)
             if step not in updates:
                 updates[step] = Update.of(step, epsilon=EPSILON, **options)
             mean, square = (_coded(k, parts[k + CODES], parts[k + SCALES]) for k in MOMENTS)

@@ -6,14 +6,19 @@ that would read a value of a tensor are counted.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +26,9 @@ from echo.algo import batching
 from echo.algo.loss import needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss, make_loss
 from echo.engine.lora import Lora
-from echo.kernels import logprob
+from echo.kernels import adamw_8bit, logprob
+from echo.kernels.adamw_8bit import Update
+from echo.train import optimizer
 from echo.train.models import attention, packing
 from echo.train.models.activations import checkpoint_offloaded
 from echo.train.models.attention import VARLEN
@@ -217,6 +224,39 @@ def test_launches_and_copies_of_a_micro_batch_and_of_an_update_are_bounded(
     assert of_a_layer <= MAX_OF_A_LAYER
     assert in_passes[2] - 2 * of_a_layer <= MAX_OF_THE_REST
     assert max(in_updates) <= MAX_OF_AN_UPDATE, in_updates
+
+
+@pytest.mark.slow
+def test_an_update_of_8_bit_moments_launches_one_kernel_a_tensor(
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU. More tensors launch nothing else."""
+    launched: list[torch.Size] = []
+
+    def launch(weights: Tensor, *_: Any, **__: Any) -> None:
+        launched.append(weights.shape)
+
+    kernels = SimpleNamespace(launch_update=launch)
+    monkeypatch.setitem(sys.modules, "echo.kernels.triton_adamw_8bit", kernels)
+    update = partial(adamw_8bit.update_weights, backend="triton")
+    monkeypatch.setattr(optimizer, "update_weights", update)
+    numbers = Counter[str]()
+    with Operations(numbers):
+        Update.of(1, learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.0, epsilon=1e-8)
+    clipped = replace(FAST, max_grad_norm=1e-6)
+    others: list[int] = []
+    for num_layers in (2, 3):
+        model_dir = make_tiny_model(num_hidden_layers=num_layers)
+        trainer = fast_trainer(model_dir, optimizer_state="8bit")
+        for _ in range(2):  # the first makes the tables of codes
+            trainer.forward_backward(trainer.prepare(make_groups(2)), trainer.loss)
+            launched.clear()
+            operations: Counter[str] = Counter()
+            with Operations(operations):
+                trainer.optim_step(clipped)
+        assert len(launched) == 7 * num_layers + 1  # and the embedding
+        others.append(num_launched(operations) - num_launched(numbers))
+    assert others[0] == others[1] <= MAX_OF_AN_UPDATE, operations
 
 
 def test_masters_are_rounded_by_one_operation() -> None:
