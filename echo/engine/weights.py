@@ -471,9 +471,11 @@ def _set_dtype(config_path: Path, tensors: Mapping[str, Tensor]) -> None:
 # index and a difference per change. After a small step they take about 4 % of a bf16 image. The
 # coded blocks are byte for byte those of echo.weights.delta, so receivers need not know where a
 # block was coded. A block that is not sparse is copied to the host and coded there. One thread
-# launches this work and waits for the device twice per version, asleep. It makes no copy into
-# unpinned memory and reads no single number from the device: each would hold the CUDA context until
-# the device has finished, and so block the thread that launches the training step.
+# launches this work. It waits for the device once for the numbers of changes, and once for each
+# BATCH_BYTES of changes, which come in two copies per PIECE_BYTES of the image. It sleeps while it
+# waits. It makes no copy into unpinned memory and reads no single number from the device: each
+# would hold the CUDA context until the device has finished, and so block the thread that launches
+# the training step.
 # The host's copy of the new image needs no transfer either: the host applies decode_block() to the
 # coded blocks, with the image of the version before as base.
 
