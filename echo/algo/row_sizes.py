@@ -6,7 +6,8 @@ Each new size costs time and memory in the libraries that compute products and a
 * On a CPU, the library of 16-bit products keeps code and buffers for each number of tokens. So
   packed and padded rows are filled.
 * On a GPU, the library of attention keeps a plan for each length of padded rows. So only padded
-  rows are filled.
+  rows are filled. For memory, packed rows need no filling: torch's allocator splits the blocks
+  that a longer row has left, and joins their parts again when they are free.
 
 A packed row is filled to the smallest size that holds the row, among the sizes that this training
 run has already used. With this size, the share of filling in the run's tokens may be at most
