@@ -74,13 +74,17 @@ def _keep_compiled() -> None:
     """Set torch's cache directory to a permanent directory.
 
     Processes may share this directory. If the directory cannot be written, torch keeps its default
-    directory.
+    directory. A directory that the user has chosen is kept, too.
     """
-    place = models_directory().with_name("compiled").absolute()
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name, place = "TORCHINDUCTOR_CACHE_DIR", models_directory().with_name("compiled").absolute()
     with suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-    if os.access(place, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
+    # torch has set the variable to its default when it was imported.
+    is_chosen = os.environ.get(name, default_cache_dir()) != default_cache_dir()
+    if not is_chosen and os.access(place, os.W_OK):
+        os.environ[name] = str(place)
 
 
 class _OneNotice(logging.Filter):
