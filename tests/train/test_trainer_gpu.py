@@ -1,7 +1,7 @@
 """The trainer on a GPU, each way that it can compute there, beside that of a CPU in float32.
 
-Run on one H200 with PyTorch 2.11, before layers were compiled: `python -m pytest -m gpu
-tests/train/test_trainer_gpu.py` (bench/README.md).
+Run on one H200 with PyTorch 2.11, without the compiled ways and those of an adapter: `python -m
+pytest -m gpu tests/train/test_trainer_gpu.py` (bench/README.md).
 With `--all` a CPU plays the GPU's part, as far as that goes.
 """
 
@@ -18,6 +18,7 @@ import torch
 from echo.algo.losses import make_loss
 from echo.core.rollout import PolicyVersion
 from echo.engine.hf.engine import TransformersEngine
+from echo.engine.lora import Lora
 from echo.engine.model import load_directory
 from echo.engine.weights import VersionImages, host_bytes, publish_image
 from echo.train.trainer import Trainer
@@ -40,6 +41,8 @@ DEVICES = [
     ),
 ]
 ROUNDED = {"dtype": torch.bfloat16}
+COMPILED = ROUNDED | {"compile_layers": True}
+ADAPTER = {"lora": {"rank": 4, "alpha": 8}}
 WAYS: Mapping[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": ROUNDED,
@@ -50,21 +53,35 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "moments in 8 bits": ROUNDED | {"optimizer_state": "8bit"},
     "several updates": ROUNDED | {"optimizer": TWO_UPDATES, "loss": make_loss("decoupled_ppo")},
     "whole groups": ROUNDED | {"loss": make_loss("gepo")},
+    "adapter": ROUNDED | ADAPTER,
+    "compiled": COMPILED,
+    "compiled, padded": COMPILED | {"packs": False},
+    "compiled, checkpointed": COMPILED | {"gradient_checkpointing": True},
+    "compiled, inputs offloaded": COMPILED | {"gradient_checkpointing": "offload"},
+    "compiled, adapter": COMPILED | ADAPTER,
 }
 
 
 def trainer_on(device: str, model_dir: Path, way: str, **options: Any) -> Trainer:
     settings = {"loss": make_loss("grpo"), **WAYS[way], **options}
+    if "lora" in settings:
+        settings["lora"] = Lora(base_dir=model_dir, **settings["lora"])
     return make_trainer(model_dir, settings.pop("loss"), device=torch.device(device), **settings)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.timeout(600)
 def test_a_gpu_has_the_gradient_and_the_scores_of_a_cpu(
     way: str, device: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     groups = make_groups(6)
-    exact = {"dtype": torch.float32, "optimizer_state": "float32", "gradient_checkpointing": False}
+    exact = {
+        "dtype": torch.float32,
+        "optimizer_state": "float32",
+        "gradient_checkpointing": False,
+        "compile_layers": False,
+    }
     alone = trainer_on("cpu", tiny_model_dir, way, **exact)
     there = trainer_on(device, tiny_model_dir, way)
     for one, other in zip(alone.forward(groups), there.forward(groups), strict=True):
