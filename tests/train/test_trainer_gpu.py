@@ -7,6 +7,7 @@ With `--all` a CPU plays the GPU's part, as far as that goes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +41,7 @@ DEVICES = [
         ],
     ),
 ]
+WAIT = "called a synchronizing CUDA operation"
 ROUNDED = {"dtype": torch.bfloat16}
 COMPILED = ROUNDED | {"compile_layers": True}
 ADAPTER = {"lora": {"rank": 4, "alpha": 8}}
@@ -105,6 +107,28 @@ def test_a_gpu_has_the_gradient_and_the_scores_of_a_cpu(
     # Sums have no fixed order on a GPU.
     loss = there.step(groups).metrics["loss/policy"]
     assert resumed.step(groups).metrics["loss/policy"] == pytest.approx(loss, abs=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("way", ["bfloat16", "padded", "moments in 8 bits", "compiled"])
+def test_a_step_waits_for_the_gpu_three_times_at_most(
+    way: str, device: str, tiny_model_dir: Path
+) -> None:
+    """Whatever the number of micro-batches; torch warns of each wait. Beside test_waits.py."""
+    trainer = trainer_on(device, tiny_model_dir, way, micro_batch_tokens=64)
+    groups = make_groups(16)
+    assert len(list(trainer.policy.micro_batches(trainer.prepare(groups).samples))) > 3
+    for _ in range(2):  # what the first step makes stays
+        trainer.step(groups)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            trainer.step(groups)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{each.filename}:{each.lineno}" for each in told if WAIT in str(each.message)]
+    assert 1 <= len(waits) <= 3, waits
 
 
 @pytest.mark.parametrize("device", DEVICES)
