@@ -35,7 +35,7 @@ NO_SPACE = SimpleNamespace(free=2**20)
 
 def told(world: World) -> list[str]:
     """Return what the learner has logged of alerts."""
-    return [text for name, text in world._told if name == "learner" and text.startswith("alert ")]
+    return [text for text in world.notes("learner") if text.startswith("alert ")]
 
 
 def run_to_end(world: World) -> tuple[str, str]:
@@ -218,7 +218,7 @@ def test_without_a_checkpoint_before_the_trouble_the_run_ends(make_world: MakeWo
     world.worker("w1")
     _, why = run_to_end(world)
     assert why.startswith("the run has diverged at step 9: ")
-    assert any("no checkpoint up to step 4 is kept" in text for _, text in world._told)
+    assert world.notes_of("no checkpoint up to step 4 is kept")
     assert not world.records("rollback")
 
 
