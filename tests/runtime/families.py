@@ -326,6 +326,14 @@ FAMILIES: Mapping[str, Family] = {
 IN_EVERY_RUN = ("qwen3_moe", "qwen3_5_text", "deepseek_v3", "qwen2_5_vl")
 
 
+def config_of(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return the configuration of a tiny model of a family."""
+    family = FAMILIES[name]
+    text = {**SMALL, **family.settings, **changes}
+    settings = {"text_config": text, "tie_word_embeddings": True, **family.images}
+    return AutoConfig.for_model(name, **(settings if family.images else text))
+
+
 def save_family(
     directory: Path, name: str, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> Path:
@@ -334,10 +342,7 @@ def save_family(
     What its weights are is representable in bfloat16, so that publishing rounds nothing away.
     """
     transformers_logging.set_verbosity_error()
-    family = FAMILIES[name]
-    text = {**SMALL, **family.settings, **changes}
-    settings = {"text_config": text, "tie_word_embeddings": True, **family.images}
-    config = AutoConfig.for_model(name, **(settings if family.images else text))
+    config = config_of(name, changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class(config).from_config(config, dtype=torch.float32)

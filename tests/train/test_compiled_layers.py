@@ -10,7 +10,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -22,15 +22,16 @@ import torch._dynamo
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from echo.algo.batching import Segments
 from echo.core.errors import EngineError
+from echo.engine.lora import ALL_LINEAR
+from echo.engine.model import drop_towers, model_class
 from echo.train.models import attention, compiling, packing
 from echo.train.models.attention import DENSE, VARLEN, Kernel
 from echo.train.models.compiling import RECOMPILE_LIMIT, compile_layers
-from tests.runtime.families import FAMILIES, SMALL
+from tests.runtime.families import FAMILIES, config_of
 
 MAX_GRAPHS = 4
 """Of one kind of layer of one model: forward and backward, with a gradient and without."""
@@ -78,19 +79,26 @@ def front_end_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def has_experts(settings: Mapping[str, Any]) -> bool:
-    return any("experts" in name for name in settings)
-
-
-def compiled(kind: str, *, has_adapter: bool = False, must: bool = True, **changes: Any) -> Any:
-    """A model of random weights with packed rows, and its layers compiled."""
-    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=packing.NAME)
-    model = model.to(torch.bfloat16).eval()
+def compiled(name: str, *, has_adapter: bool = False, must: bool = True, **changes: Any) -> Any:
+    """A model of random weights of a family, with its rows, and its layers compiled."""
+    family, config = FAMILIES[name], config_of(name, changes)
+    model: Any = model_class(config).from_config(config, attn_implementation=family.attention)
+    model = drop_towers(model).to(torch.bfloat16).eval()
+    if not family.padded:
+        model.set_attn_implementation(packing.NAME)
     if has_adapter:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).base_model.model
+        targets = list(family.lora_targets)
+        lora = LoraConfig(r=4, target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets)
+        model = get_peft_model(model, lora).base_model.model
     compile_layers(layers_of(model), must=must)
     return model
+
+
+def with_reference(name: str) -> tuple[Any, Any]:
+    """The compiled model of a family, with an adapter if it can have one, and a reference."""
+    has_experts = any("experts" in setting for setting in FAMILIES[name].settings)
+    model = compiled(name, has_adapter=not has_experts)
+    return model, compiled(name).requires_grad_(False)
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -101,8 +109,15 @@ def compute(
     model: Any, lengths: Sequence[int], prefixes: Any = None, kernel: Kernel = VARLEN
 ) -> Tensor:
     segments = Segments.of(lengths, prefixes)
-    ids = torch.arange(sum(lengths))[None] % 30
-    given = packing.arguments(segments, kernel)
+    return _sum(model, torch.arange(sum(lengths))[None], **packing.arguments(segments, kernel))
+
+
+def compute_padded(model: Any, num_rows: int, length: int) -> Tensor:
+    return _sum(model, torch.arange(num_rows * length).view(num_rows, length))
+
+
+def _sum(model: Any, ids: Tensor, **given: Any) -> Tensor:
+    ids = ids % 28  # larger ones stand for images
     states: Tensor = model.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
     return states.float().sum()
 
@@ -126,9 +141,9 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
 }
 """Architecture, kinds of layers, and options."""
-PACKED = [name for name, family in FAMILIES.items() if not family.padded and not family.images]
-"""Families of docs/models.md whose rollouts share rows."""
-PADDED = [name for name, family in FAMILIES.items() if family.padded and not family.images]
+PACKED = [name for name, family in FAMILIES.items() if not family.padded]
+"""Families of docs/models.md whose rollouts share rows, those that read images among them."""
+PADDED = [name for name, family in FAMILIES.items() if family.padded]
 RECTANGLES = [(2, 50), (3, 33), (1, 12), (4, 20), (5, 9)]
 """Rows, and tokens of each."""
 
@@ -164,9 +179,7 @@ def test_long_segments_add_graphs_for_the_code_around_them_only() -> None:
 @pytest.mark.parametrize("name", PACKED)
 def test_all_that_steps_do_stays_below_the_limit(name: str) -> None:
     """Shared prompts, scores without a gradient, an adapter, and a reference in the process."""
-    options = dict(FAMILIES[name].settings)
-    model = compiled(name, has_adapter=not has_experts(options), **options)
-    reference = compiled(name, **options).requires_grad_(False)
+    model, reference = with_reference(name)
     for lengths in ROWS[:9]:
         compute(model, lengths).backward()
     for prompt, *completions in SHARED:
@@ -184,19 +197,22 @@ def test_all_that_steps_do_stays_below_the_limit(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.matrix
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PADDED)
 def test_padded_rows_of_all_sizes_stay_below_the_limit(name: str) -> None:
-    family = FAMILIES[name]
-    config = AutoConfig.for_model(name, **{**SMALL, **dict(family.settings)})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=family.attention)
-    model = model.to(torch.bfloat16).eval()
-    compile_layers(layers_of(model), must=True)
-    for num_rows, length in RECTANGLES:
-        ids = torch.arange(num_rows * length).view(num_rows, length) % 30
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        states.float().sum().backward()
-    assert 0 < num_graphs() <= RECOMPILE_LIMIT // 2
+    """With an adapter, and a reference in the process."""
+    model, reference = with_reference(name)
+    for rectangle in RECTANGLES:
+        compute_padded(model, *rectangle).backward()
+    with torch.no_grad():
+        for each in (model, reference):
+            for rectangle in RECTANGLES[:3]:
+                compute_padded(each, *rectangle)
+    found = num_graphs()
+    assert 0 < found <= RECOMPILE_LIMIT // 2
+    compute_padded(model, 6, 17).backward()
+    assert num_graphs() == found
 
 
 @pytest.mark.slow
@@ -206,11 +222,10 @@ def test_layers_whose_experts_have_adapters_run_as_they_are(
 ) -> None:
     """Peft's code would break a layer into some 60 graphs, and more with each length."""
     monkeypatch.setattr(compiling._OneNotice, "_is_logged", False)
-    options = dict(FAMILIES["qwen3_moe"].settings)
     with pytest.raises(EngineError, match=r"experts: set learner.compile_layers = false"):
-        compiled("qwen3_moe", has_adapter=True, **options)
+        compiled("qwen3_moe", has_adapter=True)
     for _ in range(2):
-        model = compiled("qwen3_moe", has_adapter=True, must=False, **options)
+        model = compiled("qwen3_moe", has_adapter=True, must=False)
     compute(model, [5, 9]).backward()
     assert num_graphs() == 0
     [told] = [record.getMessage() for record in caplog.records]
