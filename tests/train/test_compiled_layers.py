@@ -31,6 +31,7 @@ from echo.engine.model import drop_towers, model_class
 from echo.train.models import attention, compiling, packing
 from echo.train.models.attention import DENSE, VARLEN, Kernel
 from echo.train.models.compiling import RECOMPILE_LIMIT, compile_layers
+from echo.train.models.policy import NO_ROW
 from tests.runtime.families import FAMILIES, config_of
 
 MAX_GRAPHS = 4
@@ -156,6 +157,10 @@ RECTANGLES = [(2, 50), (3, 33), (1, 12), (4, 20), (5, 9)]
 def test_rows_of_all_lengths_share_a_few_graphs(name: str) -> None:
     kind, num_kinds, options = KINDS[name]
     model = compiled(kind, **options)
+    compute(model, ROWS[0]).backward()
+    found = num_graphs()
+    compute(model, [NO_ROW.num_inputs]).backward()  # a rank without rows needs no graph of its own
+    assert num_graphs() == found
     for lengths in ROWS:
         compute(model, lengths).backward()
     assert 0 < num_graphs() <= MAX_GRAPHS * num_kinds
