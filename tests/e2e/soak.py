@@ -75,7 +75,6 @@ HELD_BYTES = 2 * RUN_DIR_BYTES
 MIN_SAMPLES = 150
 """Of what is judged: before, a process is still warming up."""
 GROWN_BYTES = 16 << 20
-GROWN_SHARE = 1.1
 GROWN_DESCRIPTORS = 16
 GROWN_FILES = 20
 
@@ -100,7 +99,7 @@ class Samples:
         """Return what a process holds ever more of."""
         (rss, rss_after), (fds, fds_after) = growth(self.num_bytes), growth(self.count)
         found = []
-        if rss_after > max(rss * GROWN_SHARE, rss + GROWN_BYTES):
+        if rss_after > rss + GROWN_BYTES:
             found.append(f"memory grew from {rss:.0f} to {rss_after:.0f} bytes")
         if fds_after > fds + GROWN_DESCRIPTORS:
             found.append(f"open descriptors grew from {fds:g} to {fds_after:g}")
