@@ -207,7 +207,7 @@ print(vllm.__version__, torch.__version__, find_missing_compiler(), plugin())" |
 }
 
 if [ -n "$is_bare" ]; then
-    run A learner-tests 100 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
+    run A learner-tests 140 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
         tests/train/test_attention.py
     run A compiled-full 90 "${compiled[@]}" --lengths full --ways packed
     run A compiled-warm 100 "${compiled[@]}" --lengths full # and beside padded and plain rows
@@ -235,7 +235,7 @@ if [ -n "$is_bare" ]; then
 fi
 
 run kernel kernel-tests 150 "${tests[@]}" --all tests/kernels/triton_cases.py
-run learner learner-tests 150 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
+run learner learner-tests 200 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.py \
     tests/train/test_attention.py
 run learner learner-full 150 "${compiled[@]}" --lengths full
 run learner learner-lognormal 150 "${compiled[@]}" --lengths lognormal
