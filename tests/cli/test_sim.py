@@ -100,7 +100,7 @@ def test_prices_and_faults_take_part(
     assert main([str(scenario), "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert "nodes died once" in " ".join(text.split())
-    assert "workers on standby in the end; the learner itself counts $" in " ".join(text.split())
+    assert "on standby in the end; the learner itself counts $" in " ".join(text.split())
     record = json.loads((tmp_path / "out" / "sim.json").read_text())
     assert record["num_deaths"] == 1
     rows = [json.loads(r) for r in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

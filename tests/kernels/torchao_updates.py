@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from echo.kernels.adamw_8bit import BLOCK
 from tests.kernels.test_adamw_8bit import (
     BETAS,
-    BLOCK,
     CPU,
     DECAY,
     EPSILON,
