@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,12 @@ class _OfStep(MemTracker):
         self.memory_tracking = by_module
 
 
+def _all_distinct(ids: Tensor, *, return_inverse: bool) -> tuple[Tensor, Tensor]:
+    """Return what `unique` would if all ids were distinct. Those of fake tensors are unknown."""
+    assert return_inverse
+    return ids.flatten(), torch.arange(ids.numel()).view_as(ids)
+
+
 class StepTracker(_OfStep):
     """Of one process."""
 
@@ -110,7 +117,11 @@ class FakePolicy(Policy):
         else:
             tracker = ShardedStepTracker(self._root)
         ids = torch.zeros((1, tokens), dtype=torch.int64)
-        with tracker, warnings.catch_warnings():
+        with (
+            tracker,
+            mock.patch.object(Tensor, "unique", _all_distinct),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper")
             optimizer = KINDS[state](shards)
             for _ in range(2):  # in the second, gradients are there already
