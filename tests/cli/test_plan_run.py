@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from echo.cli.commands.plan import calibrate, main, read_rates, run_report
 from echo.core.errors import ConfigError, DataError, StorageError
+from echo.records.run_files import WorkerRate
 from tests.config.test_fleet import changed, parsed
 from tests.records.rows import write_ledger
 
@@ -93,6 +95,15 @@ def test_the_report_sets_the_prediction_beside_the_record(
     assert "75% of the groups were useful" in text
     assert "rate: 1.92 rollouts/s, the rule asks for 1.333\n" in text
     assert "learner waits: recorded 20.0%, predicted 0.0%" in text
+
+
+def test_the_report_takes_the_mean_of_the_groups_and_not_the_slowest_worker(tmp_path: Path) -> None:
+    rates = read_rates(write_run(tmp_path / "run", LEDGER))
+    slow = WorkerRate(tokens_per_s=1.0, concurrency=4, group_s=1000.0)
+    known = {"fast": WorkerRate(tokens_per_s=399.0, concurrency=8, group_s=4.0)}
+    rates = replace(rates, workers=known | {"slow": slow})
+    assert rates.mean_group_s == pytest.approx((399 * 4 + 1000) / 400)
+    assert "predicted 0.0%" in run_report(rates)
 
 
 @pytest.mark.parametrize(("keeps", "needed"), [(False, 8 / 0.75), (True, 8)])

@@ -6,14 +6,19 @@ import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from echo.cli.commands.sim import main
+from echo.cli.commands.sim import main, prediction
 from echo.cli.scenario import load_scenario
 from echo.config.fleet_file import read_files
 from echo.core.errors import ConfigError
+from tests.sim.scenarios import make_offer, make_scenario
+
+if TYPE_CHECKING:
+    from echo.sim.summary import Summary
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = """
@@ -89,6 +94,13 @@ def test_a_run_is_printed_and_written(
 
 
 @pytest.mark.slow
+def test_the_model_takes_the_mean_of_the_groups_and_not_the_slowest_node() -> None:
+    slow = make_offer("slow", count=1, tokens_per_s=1.0)
+    scenario = make_scenario(make_offer(count=8), slow)
+    summary = cast("Summary", SimpleNamespace(broadcast_s=0.1))
+    assert prediction(scenario, summary).idle_share < 0.05
+
+
 def test_prices_and_faults_take_part(
     scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,13 @@ def test_one_slow_worker_does_not_hide_what_the_others_are_good_for(why: str) ->
         assert choice.slowdown == 1
 
 
+def test_a_worker_that_hardly_makes_a_group_hardly_delays_the_learner() -> None:
+    workers = [worker("fast", 12.0, 1.0), worker("slow", 0.01, 1.0, concurrency=4)]
+    prediction = Roll(workers, LINKS).predict(JOB, ["fast", "slow"])
+    assert prediction.latency_s > 100
+    assert prediction.idle_share < 0.01
+
+
 @pytest.mark.parametrize("most", [2, 5, 30])
 def test_a_search_ends_within_its_bound(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "MAX_ASSESSED", most)

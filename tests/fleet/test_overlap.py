@@ -87,6 +87,13 @@ def test_of_the_versions_that_wait_for_a_broadcast_the_newest_is_sent() -> None:
     assert prediction.step_s == pytest.approx(35 / 2, rel=0.02)
 
 
+def test_versions_that_wait_for_the_link_do_not_queue() -> None:
+    # A broadcast takes 35 s and a version is published every 10 s: of each three or four one is
+    # sent, which S = 11 leaves time for. One after the other, the learner would wait for each.
+    job = replace(JOB, publish_period=1, max_staleness=11)
+    assert predict(job, rate=1e6, broadcast_s=35.0, latency_s=0.0).idle_share < 1e-6
+
+
 def test_the_tokens_of_a_long_group_are_as_old_as_the_versions_that_sample_them() -> None:
     # S = 1: batches 2 k and 2 k + 1 begin together with the version of the batch before them, and
     # take 40 s. Steps take 10 s, and a batch begins when the version of the last but one is made.

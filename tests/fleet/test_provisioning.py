@@ -7,8 +7,15 @@ from dataclasses import replace
 import pytest
 
 from echo.fleet.overlap import Resource
-from echo.fleet.provisioning import outcome_of, pareto_front, provision, refuse, sensitivities
-from echo.fleet.selection import is_sufficient
+from echo.fleet.provisioning import (
+    describe_fleet,
+    outcome_of,
+    pareto_front,
+    provision,
+    refuse,
+    sensitivities,
+)
+from echo.fleet.selection import Selection, is_sufficient
 from tests.fleet.fleets import JOB, make_fleet, make_offer, random_case
 
 
@@ -100,6 +107,8 @@ def test_one_slow_node_does_not_make_the_learner_wait_for_all() -> None:
     assert fleet.mean_latency_s(JOB, [8, 1]) == pytest.approx((8 * 4 + 0.01 * 400) / 8.01)
     assert outcome_of(fleet, JOB, [8, 1]).prediction.idle_share < 0.01
     assert fleet.mean_latency_s(JOB, [0, 0]) == 0
+    selection = Selection(counts=(8, 1), job=JOB, cost_per_h=9.0, gap=0.0)
+    assert describe_fleet(fleet, selection).binding is Resource.LEARNER
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,9 @@ def test_what_the_learner_waits_for_is_one_line_however_many_workers_there_are(
     for number in range(1000):
         member = Member.of(make_hello(f"v{number}"), now=hung_world.now)
         role.roster.move(member, Presence.ADMITTED)
-    text = describe_wait(role.fleet.observe())
+    observed = role.fleet.observe()
+    assert observed.newest == str(role.broadcast.newest_complete)
+    text = describe_wait(observed)
     assert text.startswith("2 of 2 groups; w1 has 2 (")
     assert "); v0 has 0 (idle); v1 has 0 (idle); " in text
     assert text.endswith("v6 has 0 (idle); 993 others have 0")
