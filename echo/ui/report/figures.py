@@ -743,7 +743,8 @@ def _bars(
             va="center", textcoords="offset points", color="#555555",
         )  # fmt: skip
     axes.set_yticks(places, [short(name) for name in names], fontsize=8)
-    axes.set_ylim(-0.6, max(len(names), 4) - 0.4)
+    spare = max(4 - len(names), 0) / 2  # above and below, so that few bars are not thick
+    axes.set_ylim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(x=0.1)
     tidy(axes)
 
