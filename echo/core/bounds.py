@@ -89,10 +89,7 @@ MIN_RATE, MAX_RATE = 1.0, 1e13
 link reaches the upper bound, 80 Tbit/s."""
 Rate: TypeAlias = Annotated[float, Meta(ge=MIN_RATE, le=MAX_RATE)]
 """Rate of a link, in bytes per second."""
-MAX_RATIO = 1e9
-"""Largest ratio of two rates. A measured ratio is far smaller, except if the lower rate is nearly
-0."""
-Ratio: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_RATIO)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Money: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Finite: TypeAlias = Annotated[float, Meta(ge=-1.7976931348623157e308, le=1.7976931348623157e308)]
 

@@ -65,8 +65,9 @@ IDLE_SHARE_IN_WAITS = 0.2
 FEW_ROLLOUTS = 16
 """If an engine samples at most this many concurrent rollouts, more rollouts usually take almost the
 same time."""
-SATURATED_GAIN = 1.25
-"""An engine is saturated, for example by its cores, if its gain is below this value."""
+SATURATED_SCALING = 0.2
+"""An engine is saturated, for example by its cores, if its scaling is below this value: three times
+the rollouts make at most 1.25 times the tokens per second."""
 USELESS_SHARE = 0.5
 """If more than this share of groups gave no training signal, useless groups are the cause."""
 IDLE_SHARE = 0.6
@@ -140,9 +141,9 @@ class ObservedNode:
     """Number of groups that the worker's engine can sample concurrently; 0 if unknown."""
     num_fit: int = 0
     """Number of concurrent groups that would fit into the worker's memory; 0 if unknown."""
-    gain: float | None = None
-    """The engine's tokens per second with many rollouts, divided by those with few; None if
-    unknown."""
+    scaling: float | None = None
+    """The exponent with which the engine's tokens per second grow with the number of its rollouts,
+    0 to 1; None if unknown."""
     speed: float | None = None
     """Tokens per second of one rollout in the slowest group that the worker is sampling; None if
     unknown."""
@@ -152,7 +153,7 @@ class ObservedNode:
     @property
     def is_saturated(self) -> bool:
         """Whether more concurrent rollouts would hardly increase the tokens per second."""
-        return self.gain is not None and self.gain < SATURATED_GAIN
+        return self.scaling is not None and self.scaling < SATURATED_SCALING
 
     @property
     def is_installing(self) -> bool:

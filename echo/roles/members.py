@@ -228,7 +228,7 @@ class Member:
             groups=stats.groups,
             num_places=stats.num_places,
             num_fit=stats.num_fit,
-            gain=stats.gain,
+            scaling=stats.scaling,
             reward_s=self.mean_s("env/milliseconds", per="env/calls"),
         )
 

@@ -59,9 +59,9 @@ from echo.core.bounds import (
     Place,
     Progress,
     Rate,
-    Ratio,
     Seconds,
     Seed,
+    Share,
     Size,
     Step,
     TokenId,
@@ -467,9 +467,10 @@ class NodeStats(Message, frozen=True, tag=False):
     """Number of groups that fit into a worker's memory at the same time; 0 if the number is
     unknown.
     """
-    gain: Ratio | None = None
-    """Ratio of a worker engine's tokens per second with many rollouts to those with few; None
-    before a measurement.
+    scaling: Share | None = None
+    """How a worker engine's tokens per second grow with the number of its rollouts; None before a
+    measurement. They are proportional to that number to the power of `scaling`: at 1, twice the
+    rollouts make twice the tokens per second; at 0, they make no more.
     """
     groups: Counts = msgspec.field(default_factory=dict)
     """Number of the worker's groups by state: sampling, rewards, weights (waiting for a newer

@@ -158,16 +158,16 @@ def test_more_workers_are_named_only_where_all_of_them_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gain", "cause"), [(None, "few_in_flight"), (2.0, "few_in_flight"), (1.1, "few_workers")]
+    ("scaling", "cause"), [(None, "few_in_flight"), (0.6, "few_in_flight"), (0.1, "few_workers")]
 )
 def test_engines_whose_cores_are_the_limit_do_not_have_too_few_rollouts(
-    gain: float | None, cause: str
+    scaling: float | None, cause: str
 ) -> None:
     # The memory has many places, and the bound admits no more groups.
-    many = worker(num_places=64, gain=gain)
+    many = worker(num_places=64, scaling=scaling)
     assert explained(fleet(many, is_closed=True)).cause == cause
     # A setting gives the engine few places.
-    few = worker(num_places=1, num_fit=64, gain=gain, groups={"sampling": 1})
+    few = worker(num_places=1, num_fit=64, scaling=scaling, groups={"sampling": 1})
     assert explained(fleet(few, group_size=4)).cause == cause
     beside = worker("w2", num_places=1, num_fit=64, groups={"sampling": 1})
     assert explained(fleet(few, beside, group_size=4)).cause == "few_in_flight"

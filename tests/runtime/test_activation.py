@@ -9,16 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.fleet.market import Offer
 from echo.records.ledger import read_records
-from echo.roles.learner import HoldChosen
+from echo.roles.learner import HoldChosen, Learner
 from echo.roles.members import Member, Presence, Roster
+from echo.roles.worker.engine_facts import EngineFacts
 from echo.runtime.learner.costs import control as cost_control
 from echo.runtime.learner.costs.activation import Activation, ActivationSettings, StepTimes
+from echo.runtime.learner.costs.measurements import Measurements
 from echo.runtime.learner.costs.meter import CostMeter, spent_before
 from echo.runtime.learner.costs.throughput import Throughput
 from echo.wire.messages import NodeStats
@@ -400,6 +403,44 @@ def test_a_worker_without_a_rate_is_untried_for_a_dwell_and_then_as_slow_as_it_s
     untried, share = ask(400.0)
     assert not untried
     assert share == pytest.approx(0.5, rel=0.1)
+
+
+def test_an_engine_that_does_not_scale_is_no_faster_than_it_was_seen_to_be(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines with leases for 6 of 120 places were taken for twenty times as fast."""
+    measured = {scaling: Measurements() for scaling in (None, 1.0, 0.5, 0.0)}
+    update = Measurements.update
+
+    def update_all(own: Measurements, role: Learner, *, now: float) -> list[Member]:
+        for told["scaling"], each in measured.items():
+            update(each, role, now=now)
+        return update(own, role, now=now)
+
+    told: dict[str, float | None] = {"scaling": None}
+    stats = property(lambda member: msgspec.structs.replace(member.node.stats, **told))
+    monkeypatch.setattr(Member, "stats", stats)
+    monkeypatch.setattr(Measurements, "update", update_all)
+    monkeypatch.setattr(EngineFacts, "max_groups", 64)
+    world = crowd(make_world, 0.3, 0.1)
+    world.run_until(lambda: world.step >= 6)
+    node = world.node("learner")
+    control, offers = node.costs.activation, {}
+    for number, (scaling, control.measured) in enumerate(measured.items(), start=1):
+        later = world.now + 100.0 * number
+        question = control.question(node.role, node.pace, waiting_s=0.0, now=later)
+        assert question is not None
+        [offers[scaling]] = [worker for worker in question.workers if worker.name == "w2"]
+    load = measured[0.0].workers["w2"].load
+    assert 0 < load < 0.5
+    rates = {scaling: offer.tokens_per_s for scaling, offer in offers.items()}
+    assert rates[None] == rates[1.0]
+    # Its tokens by its busy seconds, in which the load varied.
+    assert rates[0.0] / rates[1.0] == pytest.approx(load, rel=0.3)
+    assert rates[0.0] < rates[0.5] < rates[1.0]
+    # Whatever the engine is taken for, a group takes as long as it did.
+    latencies = [offer.group_latency_s(JOB) for offer in offers.values()]
+    assert max(latencies) / min(latencies) < 1.3
 
 
 def test_the_next_question_waits_for_a_group_of_the_slowest_active_worker(

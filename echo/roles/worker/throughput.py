@@ -1,19 +1,36 @@
-"""Measures whether more concurrent rollouts increase the tokens per second of an engine.
+"""Measures how the tokens per second of an engine grow with the number of its rollouts.
 
-If an engine waits for memory or for Python, many rollouts take about the time of a few. If the
-cores or the GPU are the limit, the time is proportional to the number of rollouts.
+If an engine waits for memory or for Python, twice the rollouts make nearly twice the tokens per
+second. If the cores or the GPU are the limit, they make no more. The scaling is the exponent of
+this growth: tokens per second are proportional to the number of rollouts to the power of the
+scaling.
 
-The gain is the ratio of the tokens per second under high load to those under low load. A load is
-high if it exceeds half of the largest number of concurrent rollouts so far. Both loads occur in
-ordinary work, because rollouts end at different lengths.
+The scaling is computed from the tokens per second under high and under low load. A load is high if
+it exceeds half of the largest number of concurrent rollouts so far. Both loads occur in ordinary
+work, because rollouts end at different lengths.
 """
 
 from __future__ import annotations
 
-from echo.core.bounds import MAX_RATIO
+import math
+from dataclasses import dataclass
 
 MIN_S = 5.0
-"""A gain is computed only if each of the two loads was measured for at least this many seconds."""
+"""A scaling is computed only if each of the two loads was measured for at least this many seconds.
+"""
+MIN_RATIO = 1.5
+"""A scaling is computed only if the high load had on average at least this many times the rollouts
+of the low load."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over the time of one of the two loads."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    rollout_s: float = 0.0
+    """Rollouts multiplied by the seconds in which the engine sampled them."""
 
 
 class EngineThroughput:
@@ -25,8 +42,7 @@ class EngineThroughput:
         """Largest number of rollouts that the engine has sampled concurrently."""
         self._last: tuple[int, int, float] | None = None
         """Number of rollouts, number of sampled tokens, and time at the last `look`."""
-        self._sums = {False: (0, 0.0), True: (0, 0.0)}
-        """For high load (True) and for low load (False): (tokens, seconds)."""
+        self._low, self._high = _Sums(), _Sums()
 
     def look(self, num_rollouts: int, num_tokens: int, *, now: float) -> None:
         """Add the time and the tokens since the last `look` to the sums for high or low load.
@@ -42,19 +58,25 @@ class EngineThroughput:
         last, self._last = self._last, (num_rollouts, num_tokens, now)
         if num_rollouts > self._most:
             self._most = num_rollouts
-            self._sums = {False: (0, 0.0), True: (0, 0.0)}
+            self._low, self._high = _Sums(), _Sums()
             return
         if last is None or not num_rollouts or not last[0]:
             return
         is_high = 2 * num_rollouts > self._most
         if is_high == (2 * last[0] > self._most):
-            tokens, seconds = self._sums[is_high]
-            self._sums[is_high] = tokens + num_tokens - last[1], seconds + now - last[2]
+            sums = self._high if is_high else self._low
+            sums.tokens += num_tokens - last[1]
+            sums.seconds += now - last[2]
+            sums.rollout_s += (num_rollouts + last[0]) / 2 * (now - last[2])
 
     @property
-    def gain(self) -> float | None:
-        """Tokens per second under high load, divided by those under low load; None if unknown."""
-        (low, low_s), (high, high_s) = self._sums[False], self._sums[True]
-        if min(low_s, high_s) < MIN_S or low <= 0 or high <= 0:
+    def scaling(self) -> float | None:
+        """The scaling, 0 to 1; None if unknown."""
+        low, high = self._low, self._high
+        if min(low.seconds, high.seconds) < MIN_S or min(low.tokens, high.tokens) <= 0:
             return None
-        return min(MAX_RATIO, (high / high_s) / (low / low_s))
+        ratio = high.rollout_s / high.seconds / (low.rollout_s / low.seconds)
+        if ratio < MIN_RATIO:
+            return None
+        gain = high.tokens / high.seconds / (low.tokens / low.seconds)
+        return min(1.0, max(0.0, math.log(gain) / math.log(ratio)))

@@ -257,7 +257,7 @@ class Worker(DialingRole):
             num_places=min(num_places, MAX_LEASES),
             num_fit=min(engine.num_fit, MAX_LEASES),
             engine=engine.name,
-            gain=self._calls.throughput.gain,
+            scaling=self._calls.throughput.scaling,
             refused_version=refused_version,
             refusal=refusal,
         )

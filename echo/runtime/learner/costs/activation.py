@@ -236,8 +236,7 @@ class Activation:
           mean of the measured rates.
         * For any other worker with a report, the rate is estimated from its reports.
         * Any other worker gets the mean of the measured rates, but at most the rate at which it
-          would have sampled MIN_REPORTS groups in its loaded seconds. Each second counts in
-          proportion to the worker's load.
+          would have sampled MIN_REPORTS groups in its loaded seconds.
         """
         times = self.measured.workers
         found = {m.node_id: times[m.node_id].throughput.tokens_per_s for m in members}
@@ -281,11 +280,16 @@ class Activation:
 
     def _worker(self, role: Learner, member: Member, rate: float) -> Offer:
         stats, price = member.stats, member.price
+        state = self.measured.workers[member.node_id]
+        # An engine that does not scale samples its groups as fast as at the present load only while
+        # it has no more of them.
+        share = state.load ** (1 - state.scaling) if state.load else 1.0
+        places = max(1, member.worker.capacity // 2) * self.settings.group_size
         down = role.plans.planner.downlink_limits.get(member.node_id)
         return Offer(
             name=member.node_id,
             tokens_per_s=rate,
-            concurrency=max(1, member.worker.capacity // 2) * self.settings.group_size,
+            concurrency=max(1, math.ceil(share * places)),
             price_per_h=price.per_h or 0.0,
             price_per_gb=price.per_gb,
             losses_per_h=price.losses_per_h,

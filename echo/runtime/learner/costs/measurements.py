@@ -7,6 +7,7 @@ the version that was sent fastest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from echo.fleet.activation import Links
 from echo.fleet.market import UNLIMITED
 from echo.roles.learner import Learner
 from echo.roles.members import Member
-from echo.runtime.learner.costs.throughput import Throughput
+from echo.runtime.learner.costs.throughput import THROUGHPUT_WINDOW_S, Throughput
 
 POLL_S = 0.1
 """Seconds between two checks of the installed versions: the precision of broadcast times."""
@@ -34,9 +35,12 @@ class MeasuredWorker:
     active_s: float = 0.0
     """Seconds in which the worker had weights and was not on standby."""
     loaded_s: float = 0.0
-    """Sum over time of the worker's load, in seconds. The load is the occupied share of the
-    worker's places for groups.
-    """
+    """Loaded seconds, as `Throughput` counts them."""
+    load: float = 0.0
+    """Mean load of the last minutes while the worker had leases: the occupied share of its places
+    for groups, 0 to 1. It is 0 before the first lease."""
+    scaling: float = 1.0
+    """The exponent with which the engine's tokens per second grow with its load."""
     installed: PolicyVersion | None = None
     free_at: float = 0.0
     """Time from which the worker could fetch the next version.
@@ -95,12 +99,19 @@ class Measurements:
                 )
                 new.append(member)
                 continue
-            slots = max(1, member.worker.capacity // 2)
-            load = role.leases.num_leases(member.node_id) / slots
-            state.throughput.update(load=load, tokens_sampled=member.tokens_sampled, now=now)
-            state.loaded_s += min(1.0, load) * (now - state.measured_at)
+            places = max(1, member.worker.capacity // 2)
+            load = min(1.0, role.leases.num_leases(member.node_id) / places)
+            elapsed_s = now - state.measured_at
+            if member.stats.scaling is not None:
+                state.scaling = member.stats.scaling
+            if load > 0:
+                kept = math.exp(-elapsed_s / THROUGHPUT_WINDOW_S) if state.load else 0.0
+                state.load = kept * state.load + (1 - kept) * load
+            counted = load**state.scaling if load > 0 else 0.0
+            state.throughput.update(load=counted, tokens_sampled=member.tokens_sampled, now=now)
+            state.loaded_s += counted * elapsed_s
             if not member.is_standby and member.installed is not None:
-                state.active_s += now - state.measured_at
+                state.active_s += elapsed_s
             state.measured_at = now
             if member.installed is not None and member.installed != state.installed:
                 self.note_installed(role, state, member.installed, now=now)

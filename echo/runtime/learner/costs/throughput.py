@@ -1,18 +1,20 @@
 """Throughput of workers: the tokens per second that a worker could sample at full load.
 
-The learner limits the number of leases, so a worker may sample below its capacity. Each second
-therefore counts in proportion to the worker's load: the number of its leases, divided by the number
-of groups that the worker can sample at the same time. The estimate is the number of sampled tokens
-divided by these loaded seconds.
+The learner limits the number of leases, so a worker may sample below its capacity. Its load is the
+number of its leases, divided by the number of groups that it can sample at the same time. A second
+at a lower load counts for less: for the load to the power of the engine's scaling
+(`roles/worker/throughput.py`). The estimate is the number of sampled tokens divided by these loaded
+seconds. Until the worker has measured its scaling, the scaling counts as 1: each second counts in
+proportion to the load.
 
 A worker may report its tokens only once per group. In the middle of a group, time would count
 without the tokens sampled in it. So the time since the worker's last report counts only as far as
 it exceeds the longest time between two earlier reports. Both are loaded seconds.
 
-The estimate is exact at full load. Below full load the estimate is too low if larger batches make
-the engine faster. When a worker is put on standby, the load of the other workers rises, and their
-estimates become exact. So `fleet/activation.py` decides again after each worker that is put on
-standby.
+The estimate is exact at full load. Below full load it is too high while the scaling is unknown: the
+cores of an engine may be its limit at a small part of its places. When a worker is put on standby,
+the load of the other workers rises, and their estimates become more exact. So `fleet/activation.py`
+decides again after each worker that is put on standby.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ class Throughput:
         self._num_reports = 0
 
     def update(self, *, load: float, tokens_sampled: int | None, now: float) -> None:
-        """Update the estimate from the token counter and the load (0..1) since the last call."""
+        """Add the tokens and the loaded seconds since the last call.
+
+        `load` is the load, 0 to 1, to the power of the engine's scaling.
+        """
         if tokens_sampled is None or self._counter is None:
             self._counter, self._at = tokens_sampled, now
             return
