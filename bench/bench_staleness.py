@@ -16,7 +16,8 @@ corrections           what was published since, beside the best of the losses ab
                       correction, on addition: fixed lags up to 32, and drawn evenly up to 64
 corrections_countdown the same on countdown
 pretrained            the best losses of these on word problems: SmolLM2-135M with an adapter, each
-                      group exactly 0 or 11 versions old; with --steps 40 --prompts 64 --seeds 0 1
+                      group exactly 0 or 11 versions old; with --steps 24 --prompts 64 --seeds 0 1,
+                      and --set eval.interval_steps=4, worker.dtype=bfloat16, learner.dtype=bfloat16
 
 Advantages are divided by their group's spread for every loss but OAPL, so that losses differ in
 nothing but how they correct. All else is the quickstart's, but for the number of steps and held-out

@@ -253,6 +253,8 @@ class Sampler:
         self._engine = TransformersEngine(
             data.model_dir,
             device=pick_device(config.learner.device),
+            # The rows so far are of "auto", which on a CPU was float32.
+            dtype="float32" if config.worker.dtype == "auto" else config.worker.dtype,
             attn_implementation=config.model.attn_implementation,
             lora=data.lora,
         )
