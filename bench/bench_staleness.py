@@ -15,9 +15,9 @@ chosen                what the fixed lag recommends, beside GRPO, at smaller fix
 corrections           what was published since, beside the best of the losses above and no
                       correction, on addition: fixed lags up to 32, and drawn evenly up to 64
 corrections_countdown the same on countdown
-pretrained            the best losses of these on word problems: SmolLM2-135M with an adapter, each
-                      group exactly 0 or 11 versions old; with --steps 24 --prompts 64 --seeds 0 1,
-                      and --set eval.interval_steps=4, worker.dtype=bfloat16, learner.dtype=bfloat16
+pretrained            the best losses of these on dates (learning/dates.py): SmolLM2-135M with an
+                      adapter, each group exactly 0 or 11 versions old; with --steps 48 --prompts 32
+                      --seeds 0 1
 
 Advantages are divided by their group's spread for every loss but OAPL, so that losses differ in
 nothing but how they correct. All else is the quickstart's, but for the number of steps and held-out
@@ -39,11 +39,23 @@ from typing import Any, get_args
 
 import harness
 from harness import add_row, read_rows
+from learning import dates
 from learning.delays import DelayInjector, DelaySettings, Direction
 from learning.quickstart import make_model
 
-CONFIGS = {"addition": "quickstart", "countdown": "countdown", "word_problems": "word-problems"}
-SETTINGS = {"word_problems": ("lora.rank=16", "optimizer.learning_rate=3e-4")}
+CONFIGS = {"addition": "quickstart", "countdown": "countdown", "dates": "word-problems"}
+SETTINGS = {
+    "dates": (
+        "task.kind=dataset",
+        "lora.rank=16",
+        "optimizer.learning_rate=5e-4",
+        "sampling.max_completion_tokens=20",
+        "batch.group_size=4",
+        "eval.interval_steps=8",
+        "worker.dtype=bfloat16",
+        "learner.dtype=bfloat16",
+    )
+}
 """Settings of a task that its configuration does not have."""
 LAGS = (
     *(f"fixed:{lag}" for lag in (0, 1, 3, 6, 11)),
@@ -123,7 +135,7 @@ EXPERIMENTS: dict[str, tuple[Case, ...]] = {
         for name, task in (("corrections", "addition"), ("corrections_countdown", "countdown"))
     },
     "pretrained": tuple(
-        Case("word_problems", lag, loss)
+        Case("dates", lag, loss)
         for loss in (CHOSEN, "dppo_tv", "grpo")
         for lag in ("fixed:0", "fixed:11")
     ),
@@ -220,12 +232,12 @@ def execute(runs: Sequence[Run], rows: Path, jobs: int) -> None:
 def make_old_model(task: str) -> Path:
     """Return the small model by the recipe of the first rows, so that all rows start equally.
 
-    Word problems have the pretrained model.
+    Dates have the pretrained model.
     """
     from echo.engine.pretrained import make_smollm2
     from echo.train.models.warmup import RECIPES
 
-    if task == "word_problems":
+    if task == "dates":
         return make_smollm2(harness.RESULTS.parents[1] / "build" / "models", show=print)
     num_steps = {"addition": 450, "countdown": 400}[task]
     old = replace(RECIPES[task], num_steps=num_steps, batch_size=64, learning_rate=2e-3)
@@ -240,6 +252,10 @@ def train_one(run: Run, model: Path) -> dict[str, Any]:
     from echo.config.load import load_config
 
     case = run.case
+    options: list[str] = []
+    if case.task == "dates":
+        rows = dates.write_rows(model.parent / f"dates-{os.getpid()}.jsonl")
+        options = [f'task.options={{ path = "{rows}", reward = "{dates.__file__}:graded" }}']
     overrides = [
         f"model.name={model}",
         f"run.seed={run.seed}",
@@ -247,6 +263,7 @@ def train_one(run: Run, model: Path) -> dict[str, Any]:
         f"eval.interval_steps={max(1, run.steps // 10)}",
         f"eval.num_prompts={run.prompts}",
         "loss.normalize_by_std=true",
+        *options,
         *SETTINGS.get(case.task, ()),
         *(each if "." in each.partition("=")[0] else f"loss.{each}" for each in LOSSES[case.loss]),
         *run.overrides,
