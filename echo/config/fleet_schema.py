@@ -370,8 +370,8 @@ MAX_OWNERS = 4
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:
     """Return the text that names a path in messages.
 
-    If the path leads into a row of a list, the text has the list's name, and the number and the
-    names of the row.
+    For a row of a list the text is the list's name and the row's number, as in `offers[0]`. The
+    row's values of NAMES follow in brackets.
     """
     if len(path) < 2:
         return "".join(path)

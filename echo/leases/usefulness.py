@@ -76,10 +76,10 @@ class Usefulness:
 
     @property
     def num_discounted(self) -> int:
-        """Number of groups since the last useful group that do not count towards the run's end.
+        """Number of groups, since the last useful group, from workers that are or were set aside.
 
-        Workers that are or were set aside have delivered these groups. The run ends after
-        `max_zero_signal_groups` other groups in a row without a useful group.
+        The run ends after `max_zero_signal_groups` groups in a row without a useful group. The
+        discounted groups do not count.
         """
         dominant = 0 if self._dominant is None else self._since_useful[self._dominant]
         return self._num_void + dominant

@@ -304,7 +304,7 @@ class MemoryStore(VersionStore):
         return []
 
     def advance(self, base: PolicyVersion, version: PolicyVersion) -> None:
-        """Record that the memory of the version `base` now holds `version`."""
+        """Record that the memory which held the version `base` holds `version` now."""
         pages = self._live.pop(base, None)
         if pages is not None:
             self._live[version] = pages

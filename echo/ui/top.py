@@ -1,8 +1,8 @@
-"""Draws the screen of `echo-rl top`: the live view, and a table whose nodes the keys operate.
+"""Draws the screen of `echo-rl top`: the live view, and a table of nodes to operate.
 
 This module is pure: its inputs are statuses and pressed keys, and its outputs are rows and
-operations. The keys sort, filter and operate nodes. Each operation is shown with its effect and
-sent only after "y".
+operations. With the keys a person sorts, filters and operates nodes. Each operation is shown with
+its effect and sent only after "y".
 """
 
 from __future__ import annotations

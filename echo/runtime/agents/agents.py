@@ -336,9 +336,10 @@ class Agents:
     def _tokens(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], known: Sequence[Turn]
     ) -> tuple[npt.NDArray[np.int32], Turn | None, str]:
-        """Return a context's tokens, the call that the context continues, and the context's text.
+        """Return three facts about a context: its tokens, its turn, and its text.
 
-        The call is None if the context continues no earlier call. Runs in a thread.
+        The turn is the earlier call of the model that the context continues; None if it continues
+        no call. Runs in a thread.
         """
         dialogue = self.parts.dialogue
         if isinstance(prompt, str):

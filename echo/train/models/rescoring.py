@@ -1,8 +1,8 @@
 """Scores of rollouts under published weights, computed by a second, frozen model.
 
-The frozen model computes in float32, and is sharded like the trained model. Its weights are the
-trainer's weights, rounded as for publication, or the weights of a version from a file. Each rank
-reads only its own rows of the file.
+The frozen model computes in float32, and is sharded like the trained model. Its weights are either
+those of the trainer, rounded as for publication, or those of a version from a file. Each rank reads
+only its own rows of the file.
 """
 
 from __future__ import annotations
