@@ -21,7 +21,7 @@ from typing import Any
 import harness
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from echo.algo.batching import Segments
@@ -63,7 +63,8 @@ def main() -> None:
             except RuntimeError as error:  # whatever it cannot compute is its result
                 row["reason"] = str(error).splitlines()[0][:200]
             finally:
-                restore_flash_attention_impl(_raise_warn=False)
+                if name in kernels:
+                    attention.deactivate(kernels[name])
             print(row, flush=True)
             rows.append(row)
     firsts = [first_calls(name, ways[name], arguments) for name in dense_backends()]
@@ -95,7 +96,7 @@ def packed(kernel: Kernel, arguments: Any) -> Attend:
     )
     is_tried = kernel is not attention.PRODUCTS
     fault = attention.find_kernel_fault(kernel, *place(), {shape}) if is_tried else None
-    restore_flash_attention_impl(_raise_warn=False)
+    attention.deactivate(kernel)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if fault is not None:

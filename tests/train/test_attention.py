@@ -6,6 +6,7 @@ compares the two: `python -m pytest -m gpu tests/train/test_attention.py`.
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
+from torch.nn import attention as torch_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,6 +28,7 @@ from echo.train.models.attention import DENSE, FA3, FA4, PRODUCTS, VARLEN, Kerne
 from tests.train.test_trainer import gradients, make_groups
 from tests.train.trainers import CPU, fast_trainer, policy_of
 
+REPOSITORY = Path(__file__).parents[2]
 CUDA = torch.device("cuda")
 SHAPE = LayerShape(num_heads=4, num_key_heads=2, width=16, value_width=16)
 WITH_WINDOW = replace(SHAPE, window=20)
@@ -339,7 +341,7 @@ def test_a_missing_package_leaves_the_operator_as_it_is(on_a_cpu: None) -> None:
         fault = attention.find_kernel_fault(kernel, CPU, torch.bfloat16, {SHAPE})
         assert fault is not None
         assert "Error: " in fault
-        assert current_flash_attention_impl() is None
+        assert torch_attention.current_flash_attention_impl() is None
 
 
 @pytest.fixture
@@ -352,7 +354,7 @@ def package_of_fa4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.setattr(attention, "is_installed", lambda name: name.startswith("flash_attn."))
     monkeypatch.delitem(sys.modules, attention.FA4_ADAPTER, raising=False)
     yield sys.modules["flash_attn.cute.interface"]
-    restore_flash_attention_impl(_raise_warn=False)
+    torch_attention.restore_flash_attention_impl(_raise_warn=False)
     sys.modules.pop(attention.FA4_ADAPTER, None)
 
 
@@ -372,7 +374,7 @@ def test_torch_gets_two_values_of_any_flash_attention_4(
     package_of_fa4._flash_attn_bwd = lambda *states, **_: states[:3]  # type: ignore[attr-defined]
     _fa4._fa4_import_module.cache_clear()
     attention.activate(FA4)
-    assert current_flash_attention_impl() == "FA4"
+    assert torch_attention.current_flash_attention_impl() == "FA4"
     query, ends = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
     run: Any = _fa4._fa4_run_forward
     out, lse = run(query, query, query, ends, ends, 5, 5, None, True, -1, 0, None)
@@ -383,7 +385,17 @@ def test_torch_gets_two_values_of_any_flash_attention_4(
     found = backward(query, query, query, query, query, lse, ends, ends, None, True, -1, 0)
     assert len(found) == 3
     attention.deactivate(FA4)
-    assert current_flash_attention_impl() is None
+    assert torch_attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("file", ["tests/train/test_attention.py", "bench/bench_attention.py"])
+def test_a_torch_whose_flash_kernels_cannot_be_replaced_is_enough(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bare machine may have one: both files are imported there."""
+    for name in ("activate", "current", "register", "restore"):
+        monkeypatch.delattr(torch_attention, f"{name}_flash_attention_impl")
+    assert runpy.run_path(str(REPOSITORY / file))
 
 
 def test_a_cpu_is_not_asked(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
