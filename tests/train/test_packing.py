@@ -361,6 +361,7 @@ COMPILED: Mapping[str, Mapping[str, Any]] = {
     "checkpointed": {"gradient_checkpointing": True},
     "inputs offloaded": {"gradient_checkpointing": "offload"},
     "adapter": {"lora": {"rank": 4, "alpha": 8}},
+    "reference": {"loss": ReferenceKlLoss(loss=make_loss("grpo"), coef=0.1)},
 }
 """Options by the name of a way to train compiled layers."""
 
@@ -374,8 +375,11 @@ def test_compiled_layers_have_the_bits_of_others(
     way: str, make_tiny_model: Callable[..., Path]
 ) -> None:
     """Without the option, the compiler rounds less often, and differs by .03 nats and 3 %."""
-    model_dir = make_tiny_model(num_hidden_layers=3, head_dim=16, initializer_range=0.1)
+    shape = {"num_hidden_layers": 3, "head_dim": 16, "initializer_range": 0.1}
+    model_dir = make_tiny_model(**shape)
     options: dict[str, Any] = {"dtype": torch.bfloat16, **COMPILED[way]}
+    if way == "reference":
+        options["reference"] = ModelSource(model_dir=make_tiny_model(seed=1, **shape))
     if "lora" in options:
         options["lora"] = Lora(base_dir=model_dir, **options["lora"])
     rows = "padded" if way == "padded" else "packed"
