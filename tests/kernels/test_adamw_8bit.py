@@ -73,15 +73,19 @@ def test_each_code_is_the_nearest_value(is_signed: bool) -> None:
     assert torch.equal(again.codes[:3], moment.codes[:3])
 
 
-@pytest.mark.parametrize("betas", BETAS)
-def test_five_updates_are_those_of_torchao(betas: tuple[float, float]) -> None:
-    """Torchao itself has computed the expected numbers (torchao_updates.py)."""
+def check_numbers_of_torchao(betas: tuple[float, float], backend: str) -> None:
+    """Assert that five updates on a CPU give what torchao itself has computed."""
     file = json.loads(Path(__file__).with_name("torchao_updates.json").read_text())
     wanted = file["updates"][str(betas)]
     weights, moments = first_weights(SMALL), new_moments(shape=SMALL)
     for step, update in enumerate(updates(betas), 1):
-        update_weights(weights, gradients(step, SMALL), *moments, update)
+        update_weights(weights, gradients(step, SMALL), *moments, update, backend=backend)
     assert torch.allclose(weights.flatten(), torch.tensor(wanted["weights"]), rtol=1e-6, atol=1e-8)
     for moment, codes, scales in zip(moments, wanted["codes"], wanted["scales"], strict=True):
         assert bytes(moment.codes.flatten().tolist()).hex() == codes
         assert torch.allclose(moment.scales.flatten(), torch.tensor(scales), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("betas", BETAS)
+def test_five_updates_are_those_of_torchao(betas: tuple[float, float]) -> None:
+    check_numbers_of_torchao(betas, "torch")
