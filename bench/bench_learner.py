@@ -133,7 +133,8 @@ def result_name(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> st
     if arguments.part == "publish":
         place = "_host" if arguments.last_version == "host" else ""
         place = "_sharded" if "RANK" in os.environ and rows[0]["ranks"] == 1 else place
-        return f"learner_publish_{model}_{rows[0]['ranks']}ranks{place}".lower()
+        compiled = "_compiled" if arguments.compile else ""
+        return f"learner_publish_{model}_{rows[0]['ranks']}ranks{place}{compiled}".lower()
     if arguments.part == "balance":
         return f"learner_balance_{arguments.rows}x{arguments.tokens}"
     if arguments.part == "exact":

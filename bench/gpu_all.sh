@@ -179,7 +179,7 @@ bench=("${start[@]}" bench/bench_learner.py)
 step=("${bench[@]}" step --tokens 16384 --steps 3 --model Qwen3-0.6B)
 compiled=("${step[@]}" --compile)
 publish=("${bench[@]}" publish --model Qwen3-0.6B --tokens 16384 --lengths full --micro-batches 2
-    --steps 2 --last-version)
+    --steps 2 --compile --last-version)
 as_ranks=("$python" -m torch.distributed.run --nproc-per-node 1 "${publish[@]:1}")
 of_4B=(--model Qwen3-4B --tokens 8192 --lengths full --micro-batches 2 --checkpointing --compile)
 step_4B=("${bench[@]}" step "${of_4B[@]}" --ways packed --steps 3 --optimizer)
@@ -226,11 +226,11 @@ if [ -n "$is_bare" ]; then
     run B offloaded 45 "${compiled[@]}" --lengths full --ways packed --checkpointing offload
     run B publish-4B 95 "${publish_4B[@]}"
     run B lora 50 "${compiled[@]}" --lengths full --ways packed --lora 16
-    run B publish-sharded 60 "${as_ranks[@]}" gpu
+    run B publish-sharded 70 "${as_ranks[@]}" gpu
     vllm_parts C
     run B liger 35 "${step[@]}" --lengths full --ways plain \
         --liger rope rms_norm swiglu
-    run B kernel-2560 60 "${kernel[@]}" 2560 --live 0.85 # a share of the rows is clipped
+    run B kernel-2560 50 "${kernel[@]}" 2560 --live 0.85 # a share of the rows is clipped
     end
 fi
 

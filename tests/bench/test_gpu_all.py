@@ -145,6 +145,16 @@ def test_an_aim_is_measured_on_the_rows_of_the_first_run(
     assert {key: vars(arguments)[key] for key in ROWS} == {key: settings[key] for key in ROWS}
 
 
+@pytest.mark.parametrize("options", ["", "--bare"])
+def test_a_publication_is_measured_beside_the_step_that_a_gpu_makes_by_default(
+    options: str,
+) -> None:
+    """A compiled step is shorter, so the same publication makes a larger share of it."""
+    published = [line for line in dry_run(*options.split()) if " publish " in line]
+    assert len(published) == 4
+    assert all("--compile" in line.split() for line in published)
+
+
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_each_case_of_vllm_has_its_command() -> None:
