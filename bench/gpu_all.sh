@@ -182,7 +182,7 @@ publish=("${bench[@]}" publish --model Qwen3-0.6B --tokens 16384 --lengths full 
     --steps 2 --compile --last-version)
 as_ranks=("$python" -m torch.distributed.run --nproc-per-node 1 "${publish[@]:1}")
 of_4B=(--model Qwen3-4B --tokens 8192 --lengths full --micro-batches 2 --checkpointing --compile)
-step_4B=("${bench[@]}" step "${of_4B[@]}" --ways packed --steps 3 --optimizer)
+step_4B=("${bench[@]}" step "${of_4B[@]}" --steps 3 --ways packed)
 publish_4B=("${bench[@]}" publish "${of_4B[@]}" --optimizer 8bit --steps 2)
 
 # Each of the likeliest first failures of vLLM on CUDA, most of them within a minute: what is
@@ -215,8 +215,8 @@ if [ -n "$is_bare" ]; then
     run A lognormal 60 "${step[@]}" --lengths lognormal --ways packed plain
     run A publish-host 60 "${publish[@]}" host
     run A publish-gpu 60 "${publish[@]}" gpu
-    run A 4B-8bit 80 "${step_4B[@]}" 8bit
-    run A 4B-float32 60 "${step_4B[@]}" float32
+    run A 4B-8bit 80 "${step_4B[@]}" --optimizer 8bit
+    run A 4B-float32 60 "${step_4B[@]}" --optimizer float32
     run A delta-tests 60 "${tests[@]}" -m gpu tests/engine/test_device_delta.py \
         tests/runtime/test_publishing.py
     run A kernel-tests 80 "${tests[@]}" --all tests/kernels/triton_cases.py
@@ -239,7 +239,7 @@ run learner learner-tests 200 "${tests[@]}" -m gpu tests/train/test_trainer_gpu.
     tests/train/test_attention.py
 run learner learner-full 150 "${compiled[@]}" --lengths full
 run learner learner-lognormal 150 "${compiled[@]}" --lengths lognormal
-run learner learner-4B 120 "${step_4B[@]}" 8bit
+run learner learner-4B 150 "${step_4B[@]}" plain --optimizer 8bit
 run learner learner-profile 90 "${bench[@]}" profile --model Qwen3-0.6B --tokens 16384 --compile
 run learner attention 60 "${start[@]}" bench/bench_attention.py
 run kernel kernel-2560 100 "${kernel[@]}" 2560 --live 1.0
@@ -268,7 +268,8 @@ if vllm_parts vllm; then
 fi
 run deltas update 200 "$python" bench/bench_update.py --device cuda --shape Qwen3-4B --parts stages \
     --shares 0.014 --kinds 'changes, float32' --updates 3 --rounds 1
-run learner learner-checkpointed 90 "${compiled[@]}" --lengths full --ways packed --checkpointing
+run learner learner-checkpointed 120 "${compiled[@]}" --lengths full --ways packed plain \
+    --checkpointing
 run learner learner-offloaded 90 "${compiled[@]}" --lengths full --ways packed \
     --checkpointing offload
 run kernel kernel-4096 100 "${kernel[@]}" 4096 --live 1.0

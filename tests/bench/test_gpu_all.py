@@ -145,6 +145,17 @@ def test_an_aim_is_measured_on_the_rows_of_the_first_run(
     assert {key: vars(arguments)[key] for key in ROWS} == {key: settings[key] for key in ROWS}
 
 
+@pytest.mark.parametrize(
+    "name", ["learner-full", "learner-lognormal", "learner-4B", "learner-checkpointed"]
+)
+def test_the_plain_loop_runs_on_the_same_rows(name: str) -> None:
+    import bench_learner
+
+    [line] = (line for line in dry_run("learner") if line.split()[0] == name)
+    given = line.partition("bench_learner.py ")[2].split()
+    assert {"packed", "plain"} <= set(bench_learner.new_parser().parse_args(given).ways)
+
+
 @pytest.mark.parametrize("options", ["", "--bare"])
 def test_a_publication_is_measured_beside_the_step_that_a_gpu_makes_by_default(
     options: str,
