@@ -16,7 +16,8 @@
 #
 # A: the learner's step and publication; B: attention, profile, further ways of the step, a 4B's
 # publication; C: vLLM, only where the machine has it: no script collects it. A takes some 7 minutes,
-# B 6, C 2.
+# B 6, C 2. No two commands run at once, so none slows another. The kernel's cases are last in A:
+# most of them have passed on a GPU before, so they matter least where time runs out.
 #
 #     --dry-run      the commands, each with the seconds that it may take, and its part
 #     --minutes 60   with more time
