@@ -1,5 +1,10 @@
 """Waits for the device: none within a micro-batch, three in an update, and few operations.
 
+Two ways to update wait more often, and are not counted. With `optimizer.state = "offloaded"`, each
+tensor and its gradient come to the host and the tensor goes back: three copies that are waited for.
+With `batch.minibatches_per_step` above 1, weights and moments are first copied into pageable memory
+of the host, each shard with a wait.
+
 Helpers come from test_trainer.py. A CPU plays a device that the host has to wait for: operations
 that would read a value of a tensor are counted.
 """
