@@ -1,7 +1,8 @@
 """The link to the parent: the states, the credit window and the timeout.
 
-**States** (`TABLE`). `disconnect` leads from every state to alone. In each state, all events that
-the table does not name are ignored.
+**States** (`TABLE`). `disconnect` leads from every other state to alone. `connect` cannot happen
+while there is a parent, `subscribe` and `fetch` cannot happen without a parent; they raise an
+error. In each state, all other events that the drawing does not name are ignored.
 
     alone             --connect--> idle
     idle              --subscribe--> subscribed        --fetch--> requested
@@ -57,6 +58,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from echo.core.bounds import num_connections
+from echo.core.errors import LocalProtocolError
+from echo.core.tables import IGNORED, IMPOSSIBLE, Move
 from echo.weights.rates import RateEstimate
 
 # --- window ---------------------------------------------------------------------------------------
@@ -134,18 +137,22 @@ class LinkEvent(StrEnum):
     """The parent was silent for `patience_s`, and there is a spare parent."""
 
 
-def _row(state: LinkState, moves: dict[LinkEvent, LinkState]) -> dict[LinkEvent, LinkState]:
-    """Return the next state for each event; events that `moves` lacks leave the state unchanged."""
-    return {event: moves.get(event, state) for event in LinkEvent}
+_Steps = dict[LinkEvent, Move[LinkState]]
+"""For each event, what it does in one state."""
 
 
-def _table() -> dict[LinkState, dict[LinkEvent, LinkState]]:
+def _row(moves: dict[LinkEvent, LinkState], *impossible: LinkEvent) -> _Steps:
+    """Return what each event does in a state, from the next states and the impossible events."""
+    row: _Steps = dict.fromkeys(LinkEvent, IGNORED) | dict.fromkeys(impossible, IMPOSSIBLE)
+    return row | {event: Move(then) for event, then in moves.items()}
+
+
+def _table() -> dict[LinkState, _Steps]:
     s, e = LinkState, LinkEvent
     over = {e.DISCONNECT: s.ALONE}
     first = {**over, e.SILENCE_WITH_SPARE: s.ALONE}
     second = {**first, e.SILENCE: s.ALONE}
     moves = {
-        s.ALONE: {e.CONNECT: s.IDLE},
         s.IDLE: {**over, e.SUBSCRIBE: s.SUBSCRIBED, e.FETCH: s.REQUESTED},
         s.SUBSCRIBED: {
             **first, e.MESSAGE: s.IDLE, e.FETCH: s.REQUESTED, e.SILENCE: s.SUBSCRIBED_AGAIN
@@ -176,11 +183,12 @@ def _table() -> dict[LinkState, dict[LinkEvent, LinkState]]:
             e.SILENCE: s.REQUESTED_AGAIN,
         },
     }  # fmt: skip
-    return {state: _row(state, moves[state]) for state in LinkState}
+    alone = _row({e.CONNECT: s.IDLE}, e.SUBSCRIBE, e.FETCH)
+    return {s.ALONE: alone} | {state: _row(row, e.CONNECT) for state, row in moves.items()}
 
 
 TABLE = _table()
-"""State -> event -> next state; every pair of state and event has an entry."""
+"""For each state and each event, what the event does in this state."""
 
 _AWAITS_ANSWER = frozenset({LinkState.SUBSCRIBED, LinkState.SUBSCRIBED_AGAIN})
 _AWAITS_CHUNKS = frozenset(
@@ -268,7 +276,11 @@ class ParentLink:
     num_bad_chunks: int = 0
 
     def _move(self, event: LinkEvent) -> None:
-        self.state = TABLE[self.state][event]
+        step = TABLE[self.state][event]
+        if step is IMPOSSIBLE:
+            raise LocalProtocolError(f"{event} of a link that is {self.state}")
+        if step.then is not None:
+            self.state = step.then
 
     @property
     def awaits_answer(self) -> bool:
@@ -379,7 +391,7 @@ class ParentLink:
     def silence(self, *, now: float) -> bool:
         """Record that the parent was silent for too long; return whether to leave the parent."""
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
-        is_left = TABLE[self.state][event] is LinkState.ALONE
+        is_left = TABLE[self.state][event].then is LinkState.ALONE
         if is_left:
             self.num_failures += 1  # the caller leaves the parent, by `connect`
         else:

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo.core.bounds import num_connections
+from echo.core.errors import LocalProtocolError
+from echo.core.tables import IMPOSSIBLE
 from echo.weights import link as link_module
 from echo.weights.link import (
     LOOP_S,
@@ -69,8 +71,17 @@ def pull(link: ParentLink, rate: float, *, num_chunks: int, at: float = 0.0) -> 
 
 # --- states ---------------------------------------------------------------------------------------
 
+
+def connect(link: ParentLink) -> None:
+    """Let the event occur alone: with a parent, the link's `connect` would disconnect first."""
+    if link.state is LinkState.ALONE:
+        link.connect("q", rtt_s=0.1)
+    else:
+        link._move(LinkEvent.CONNECT)
+
+
 EVENTS: dict[LinkEvent, Callable[[ParentLink], object]] = {
-    LinkEvent.CONNECT: lambda link: link.connect("q", rtt_s=0.1),
+    LinkEvent.CONNECT: connect,
     LinkEvent.DISCONNECT: lambda link: link.connect(None, rtt_s=None),
     LinkEvent.SUBSCRIBE: lambda link: link.subscribe(now=1.0),
     LinkEvent.FETCH: lambda link: link.fetch(now=1.0),
@@ -95,8 +106,8 @@ def link_in(state: LinkState) -> ParentLink:
     ways: dict[LinkState, tuple[LinkEvent, ...]] = {LinkState.ALONE: ()}
     while state not in ways:
         for known, way in list(ways.items()):
-            for event, then in TABLE[known].items():
-                ways.setdefault(then, (*way, event))
+            for event, step in TABLE[known].items():
+                ways.setdefault(step.then or known, (*way, event))
     link = ParentLink(first_window_bytes=2 * CHUNK, stall_s=STALL_S)
     for event in ways[state]:
         EVENTS[event](link)
@@ -108,12 +119,13 @@ def link_in(state: LinkState) -> ParentLink:
 @pytest.mark.parametrize("state", LinkState)
 def test_an_event_leads_to_what_the_table_says(state: LinkState, event: LinkEvent) -> None:
     link = link_in(state)
-    if event is LinkEvent.CONNECT and state is not LinkState.ALONE:
-        EVENTS[LinkEvent.DISCONNECT](link)
-        state = LinkState.ALONE
-    if event is not LinkEvent.FETCH or state is not LinkState.ALONE:  # nobody asks nobody
+    step = TABLE[state][event]
+    if step is IMPOSSIBLE:
+        with pytest.raises(LocalProtocolError, match=f"^{event} of a link that is {state}$"):
+            EVENTS[event](link)
+    else:
         EVENTS[event](link)
-    assert link.state is TABLE[state][event]
+    assert link.state is (step.then or state)
     link.validate()
     is_awaiting = link.awaits_answer or link.awaits_chunks
     assert (link.deadline(CHUNK) is not None) == is_awaiting
@@ -126,25 +138,28 @@ def test_the_table_is_total_and_from_each_state_leads_to_each() -> None:
     for state in LinkState:
         reached = {state}
         for _ in LinkState:
-            reached |= {then for each in reached for then in TABLE[each].values()}
+            reached |= {step.then or each for each in reached for step in TABLE[each].values()}
         assert reached == set(LinkState)
 
 
 def test_the_drawing_in_the_docstring_is_the_table() -> None:
-    """But for `disconnect`, which leads from each state to alone."""
+    """The words above the drawing name `disconnect` and the events that cannot happen."""
     drawn, state = set(), ""
     block = (link_module.__doc__ or "").split("**States**")[1].split("**Credit")[0]
     for line in block.splitlines():
         state = (re.match(r" {4}(\w+)", line) or [state, state])[1]
         drawn |= {(state, event, then) for event, then in re.findall(r"--(\w+)--> (\w+)", line)}
-    moves = {
-        (str(state), str(event), str(then))
-        for state, row in TABLE.items()
-        for event, then in row.items()
-        if then is not state and event is not LinkEvent.DISCONNECT
+    steps = {(state, event): step for state in LinkState for event, step in TABLE[state].items()}
+    moves = {(*pair, step.then) for pair, step in steps.items() if step.then is not None}
+    with_parent = set(LinkState) - {LinkState.ALONE}
+    left = {(state, LinkEvent.DISCONNECT, LinkState.ALONE) for state in with_parent}
+    assert left <= moves
+    assert drawn == moves - left
+    assert {pair for pair, step in steps.items() if step is IMPOSSIBLE} == {
+        *((state, LinkEvent.CONNECT) for state in with_parent),
+        (LinkState.ALONE, LinkEvent.SUBSCRIBE),
+        (LinkState.ALONE, LinkEvent.FETCH),
     }
-    assert drawn == moves
-    assert {row[LinkEvent.DISCONNECT] for row in TABLE.values()} == {LinkState.ALONE}
 
 
 def test_a_link_in_disorder_is_found() -> None:
