@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,25 @@ from echo.sim.worker import SimWorker
 from tests.sim.scenarios import MB, make_job, make_offer, make_scenario, simulate
 
 QUIET = make_scenario(num_steps=12, heartbeat_s=1.0, dead_after_s=5.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def validation() -> Iterator[None]:
+    """Validate the whole state of each role after every event, in all simulations."""
+    with pytest.MonkeyPatch.context() as patch:
+        for shell in (SimLearner, SimWorker, RelayNode):
+            patch.setattr(shell, "perform", validated(shell.perform))
+        yield
+
+
+def validated(perform: Any) -> Any:
+    """Return `perform` followed by a look over the whole state of the role."""
+
+    def perform_and_validate(self: Any, actions: Any) -> None:
+        perform(self, actions)
+        self.role.validate()
+
+    return perform_and_validate
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +115,8 @@ def troubled(seed: int = 1) -> Scenario:
 
 @pytest.fixture(scope="module")
 def trouble() -> tuple[Summary, History]:
-    """What becomes of that fleet, whose roles are validated after every event."""
-    with pytest.MonkeyPatch.context() as patch:
-        for shell in (SimLearner, SimWorker, RelayNode):
-            patch.setattr(shell, "perform", validated(shell.perform))
-        return simulate(troubled())
-
-
-def validated(perform: Any) -> Any:
-    """Return `perform` followed by a look over the whole state of the role."""
-
-    def perform_and_validate(self: Any, actions: Any) -> None:
-        perform(self, actions)
-        self.role.validate()
-
-    return perform_and_validate
+    """What becomes of that fleet."""
+    return simulate(troubled())
 
 
 HISTORY = """
