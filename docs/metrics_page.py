@@ -116,7 +116,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "perf/balance": "Work of the mean micro-batch as a share of the heaviest's.",
         "perf/peak_memory_gb": "Most memory that the step held on its GPU, 1e9 bytes; on a CPU, "
         "the process so far.",
-        "perf/accepted_tokens_per_s": "Completion tokens accepted per second.",
+        "perf/accepted_tokens_per_s": "Completion tokens of accepted groups per second; groups "
+        "that were left out do not count.",
         "publish_period": "Optimizer steps between two published versions.",
         "broadcast/bytes": "Bytes of weights that the learner sent since the step before.",
         "broadcast/seconds": "Seconds until the last complete version had reached every node.",
@@ -163,11 +164,12 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
     },
     "Cost": {
         "cost/per_hour": "$ per hour at present, machines and traffic.",
-        "cost/total": "$ so far.",
+        "cost/total": "$ since the start of the run, also before a resume.",
         "cost/per_step": "$ of this step.",
         "cost/by_node": "$ of each node since the step before, machine and traffic, a table by "
         "name. The 64 nodes with the most, and the sum of the others.",
-        "cost/per_million_tokens": "$ per million accepted tokens.",
+        "cost/per_million_tokens": "`cost/total` per million completion tokens of the groups that "
+        "the run has accepted.",
         "cost/standby_per_hour": "The part for machines on standby.",
         "cost/unconfirmed_per_hour": "The part for machines that left without confirming their "
         "release.",

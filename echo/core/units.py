@@ -174,5 +174,10 @@ def one_line(text: str) -> str:
     )
 
 
+def per_million(cost: float, num_tokens: int) -> float | None:
+    """Return the cost of 10^6 tokens if `num_tokens` have cost `cost`; None without tokens."""
+    return cost / num_tokens * 1e6 if num_tokens > 0 else None
+
+
 GIGABYTE = 1e9
 """Number of bytes in a gigabyte. Providers bill traffic in this unit."""

@@ -20,7 +20,7 @@ from rich.live import Live
 
 from echo.core.monitoring.metrics import held_out
 from echo.core.monitoring.status import RunStatus
-from echo.core.units import counted, format_duration
+from echo.core.units import counted, format_duration, per_million
 from echo.ui.drawing import InAscii, clean, clock, short_count
 from echo.ui.screen import bound_text, idle_shares, render_live
 
@@ -192,8 +192,9 @@ def describe_progress(before: RunStatus, after: RunStatus) -> str:
             parts.append(f"{label} {first[-1][1]:.3f} -> {last[-1][1]:.3f}")
     if before.cost is not None and after.cost is not None:
         spent = after.cost.total - before.cost.total
-        price = f" (${spent / num_tokens * 1e6:.3g} per million tokens)" if num_tokens > 0 else ""
-        parts.append(f"for ${spent:.2f}{price}")
+        price = per_million(spent, num_tokens)
+        each = "" if price is None else f" (${price:.3g} per million trained tokens)"
+        parts.append(f"for ${spent:.2f}{each}")
     return f"the last {format_duration(after.elapsed_s - before.elapsed_s)}: {', '.join(parts)}"
 
 

@@ -291,7 +291,7 @@ def cost_rows(cost: CostStatus, width: int) -> list[Text]:
         total += f" of ${cost.budget_per_run:.2f}"
     parts.append(total)
     if cost.per_million_tokens is not None:
-        parts.append(f"${cost.per_million_tokens:.3g} per million tokens")
+        parts.append(f"${cost.per_million_tokens:.3g} per million accepted tokens")
     parts.append(f"{cost.num_active} active, {cost.num_standby} on standby")
     for amount, what in (
         (cost.standby_per_h, "for machines on standby"),

@@ -22,7 +22,7 @@ from rich.text import Text
 from echo.core.errors import DataError
 from echo.core.extras import command
 from echo.core.monitoring.metrics import held_out
-from echo.core.units import counted, format_bytes
+from echo.core.units import counted, format_bytes, per_million
 from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
 from echo.ui.drawing import clock, short_count, to_ascii
@@ -37,13 +37,16 @@ CAUSES = ("staleness", "numerics", "truncation", "tokenisation")
 them."""
 
 
-def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple[str, str], ...]:
+def learning_facts(
+    train: Sequence[MetricsRow], *, num_last: int, num_tokens: int
+) -> tuple[tuple[str, str], ...]:
     """Return (label, text) for each fact about learning that was measured.
 
     Args:
         train: rows of metrics of optimizer steps, in order.
         num_last: number of last steps that describe the end of the run. Some facts are computed
             over these steps alone.
+        num_tokens: number of completion tokens in the groups that the run has accepted.
     """
     last = train[-num_last:]
     facts = [
@@ -51,7 +54,7 @@ def learning_facts(train: Sequence[MetricsRow], *, num_last: int) -> tuple[tuple
         ("off-policy", _off_policy(last)),
         ("mismatch", _mismatch(train)),
         ("reference", _reference(last)),
-        ("cost", _cost(train)),
+        ("cost", _cost(train, num_tokens)),
         ("continued", _continued(train[-1])),
         ("lengths", _lengths(train)),
     ]
@@ -112,13 +115,13 @@ def _reference(last: Sequence[MetricsRow]) -> str:
     return "" if divergence is None else f"{divergence:.3g} nats per token away"
 
 
-def _cost(train: Sequence[MetricsRow]) -> str:
+def _cost(train: Sequence[MetricsRow], num_tokens: int) -> str:
     rows = [row for row in train if row.get("cost/total") is not None]
     if not rows:
         return ""
     text = f"${rows[-1]['cost/total']:.2f}, ${rows[-1]['cost/per_hour']:.2f}/h in the end"
-    per_token = rows[-1].get("cost/per_million_tokens")
-    return text if per_token is None else f"{text}, ${per_token:.3g} per million accepted tokens"
+    price = per_million(rows[-1]["cost/total"], num_tokens)
+    return text if price is None else f"{text}, ${price:.3g} per million accepted tokens"
 
 
 def _continued(row: MetricsRow) -> str:
@@ -286,7 +289,10 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
         num_sampled=int(history.counts.get("count/tokens/sampled", 0)),
         num_too_old=int(history.counts.get("count/tokens/too_old", 0)),
         broadcast_bytes=history.broadcast_bytes,
-        learning=(*learning_facts(history.train, num_last=num_reward_steps), *_waits(history)),
+        learning=(
+            *learning_facts(history.train, num_last=num_reward_steps, num_tokens=ledger.num_tokens),
+            *_waits(history),
+        ),
         paths=_paths(run_dir),
         commands=tuple(_next_commands(run_dir, config) if commands is None else commands),
     )

@@ -15,7 +15,7 @@ import pytest
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
 from echo.fleet.market import Offer
-from echo.records.ledger import read_records
+from echo.records.ledger import read_records, totals_of
 from echo.roles.learner import HoldChosen, Learner
 from echo.roles.members import Member, Presence, Roster
 from echo.roles.worker.engine_facts import EngineFacts
@@ -62,7 +62,7 @@ def test_a_run_that_waits_for_groups_ends_at_its_budget_too(make_world: MakeWorl
 
 def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) -> None:
     write_ledger(tmp_path, [])
-    assert spent_before(read_records(tmp_path), now=1.0) == 0.0
+    assert spent_before(totals_of(read_records(tmp_path)), now=1.0) == 0.0
     write_ledger(
         tmp_path,
         [
@@ -72,8 +72,28 @@ def test_what_was_spent_before_a_resume_is_read_from_the_ledger(tmp_path: Path) 
         ],
     )
     # Machines billed on while the learner was away, for an hour at most as far as is known.
-    assert spent_before(read_records(tmp_path), now=1100.0) == pytest.approx(2.1)
-    assert spent_before(read_records(tmp_path), now=9000.0) == pytest.approx(5.6)
+    totals = totals_of(read_records(tmp_path))
+    assert spent_before(totals, now=1100.0) == pytest.approx(2.1)
+    assert spent_before(totals, now=9000.0) == pytest.approx(5.6)
+
+
+@pytest.mark.slow
+def test_a_token_costs_all_the_money_over_all_accepted_tokens(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.useless_workers.add("w2")
+    world.worker("w1")
+    world.worker("w2")
+    for _ in range(2):
+        world.learner(learner=PRICE)
+        begins_at = world.step
+        world.run(4.0)
+        assert world.step > begins_at
+        cost = world.node("learner").costs.view()
+        num_tokens = sum(record["tokens"] for record in world.records("accepted"))
+        assert cost.per_million_tokens == pytest.approx(cost.total / num_tokens * 1e6)
+        world.kill("learner")
+    assert "zero_variance" in {record["reason"] for record in world.records("discarded")}
+    assert len(world.records("lineage")) == 2
 
 
 def test_a_batch_without_a_signal_says_nothing_of_the_time_of_a_step() -> None:

@@ -94,10 +94,12 @@ def test_groups_that_did_not_count_are_part_of_the_rewards_of_their_step() -> No
     progress = Progress(staleness_tokens={}, now=0.0)
     for number, rewards in enumerate([(1, 1), (0, 0), (1, 1)]):
         progress.left_out(rewarded(number, *rewards), "zero_variance", now=1.0)
+    assert progress.num_accepted_tokens == 0
     for expected in ((0.625, 0.5, 0.25), (0.5, 0.0, 1.0)):
         progress.stepped([rewarded(9, 1, 0)], waited_s=0.0, trained_s=1.0, staleness={})
         row = progress.step_metrics({"reward/mean": 0.5}, {}, step=1, bytes_sent=0, now=2.0)
         told = row["reward/mean"], row["groups/all_right"], row["groups/useful"]
+        assert row["perf/accepted_tokens_per_s"] == 0.0
         assert row["groups/dropped/zero_variance"] == (0.75 if expected[2] < 1 else 0.0)
         # Told with the first step that follows, and never again.
         assert told == expected

@@ -195,7 +195,7 @@ def test_each_hour_is_told_with_what_the_money_bought(log: Log, make_status: Mak
         assert len(lines) == (minutes > 60)
     assert lines == [
         "[1:01:00] the last 1.02h: 2 steps, 1M tokens trained, reward 0.700 -> 0.800, "
-        "held-out pass rate 0.360 -> 0.610, for $4.00 ($4 per million tokens)"
+        "held-out pass rate 0.360 -> 0.610, for $4.00 ($4 per million trained tokens)"
     ]
     assert not [line for line in log.lines_for(later) if "the last" in line]
 

@@ -100,6 +100,8 @@ def test_nodes_have_what_they_delivered_received_and_cost(run_dir: Path) -> None
     assert learner.cost == pytest.approx(2.0)
     assert (worker.num_groups, worker.num_tokens, worker.received_bytes) == (2, 100, 5000)
     assert worker.cost_per_million_tokens == pytest.approx(10_000)
+    add_columns(run_dir, cost__total=0.025, cost__per_hour=1.0)
+    assert ">$50</td>" in page_of(read_run(run_dir)), "of all 500 accepted tokens"
     assert worker.rate is not None
     assert worker.rate.tokens_per_s == pytest.approx(50.0)
 

@@ -267,7 +267,7 @@ def test_costs_and_the_learners_speed_have_rows_of_their_own(make_status: MakeSt
     assert len(rows) == len(without) + 3
     assert [plain(row).rstrip() for row in (rows[1], *rows[-2:])] == [
         "trainer  43.2k tokens/s   40% MFU   peak 61.5 GiB   1.23s passes, 104ms update",
-        "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million tokens   "
+        "cost     $16.20/h   $3.46 so far of $20.00   $1.25 per million accepted tokens   "
         "1 active, 2 on standby   $14.00/h for machines on standby",
         "         fewer or cheaper workers are enough: 1 of 3 workers active",
     ]

@@ -82,6 +82,20 @@ def test_time_between_a_crash_and_its_resume_does_not_count(make_run: MakeRun) -
     assert "resumed once" in as_text(summary)
 
 
+def test_a_token_costs_all_the_money_over_all_accepted_tokens(make_run: MakeRun) -> None:
+    run_dir = make_run(num_steps=4)  # 160 tokens
+    resumed = {"kind": "lineage", "lineage": 2, "fork_step": 4, "at": 5000.0}
+    write_ledger(run_dir, [resumed, {"kind": "accepted", "group": 201, "tokens": 90}])
+    with MetricsWriter(run_dir) as writer:
+        row = {"reward/mean": 0.5, "cost/total": 0.0125, "cost/per_hour": 1.0}
+        writer.write(5, row, at=5003.0)
+    summary = summarise_run(run_dir)
+    assert summary.num_tokens == 250
+    assert dict(summary.learning)["cost"] == (
+        "$0.01, $1.00/h in the end, $50 per million accepted tokens"
+    )
+
+
 def test_a_bound_that_moved_is_told_with_its_range_and_its_end(make_run: MakeRun) -> None:
     run_dir = make_run(num_steps=4)
     with MetricsWriter(run_dir) as writer:
@@ -142,7 +156,7 @@ def test_missing_and_damaged_files_are_named(make_run: MakeRun, name: str, damag
 
 
 def facts(*rows: dict[str, Any], num_last: int = 2) -> dict[str, str]:
-    return dict(learning_facts(rows, num_last=num_last))
+    return dict(learning_facts(rows, num_last=num_last, num_tokens=0))
 
 
 def test_groups_and_ratios_are_those_of_the_end() -> None:

@@ -113,7 +113,7 @@ class CostStatus:
     total: float
     """$ spent since the start of the run."""
     per_million_tokens: float | None
-    """$ per 10^6 accepted tokens; None before the first accepted token."""
+    """$ per 10^6 accepted completion tokens since the start of the run; None before the first."""
     standby_per_h: float
     """The part of `per_h` that machines on standby cost."""
     unconfirmed_per_h: float

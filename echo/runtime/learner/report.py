@@ -180,8 +180,7 @@ class Progress:
         self._speed: SpeedStatus | None = None
         self.last_step: StepStatus | None = None
         """Figures of the last step; None before the first step."""
-        self._tokens_since_step = 0
-        self._bytes_reported = 0
+        self._tokens_reported = self._bytes_reported = 0
         self._staleness_tokens = dict(staleness_tokens)
         self.curves = RunCurves(earlier, step=step)
         self._curve = self._rewards_by_step(step)
@@ -203,7 +202,8 @@ class Progress:
         """The learner's present activity; empty while it waits for groups."""
         self.on_turn: Callable[[str, float], None] = lambda activity, now: None
         """Called with each new activity and the time."""
-        self.num_accepted = 0
+        self.num_accepted = self.num_accepted_tokens = 0
+        """Number of accepted groups, and number of their completion tokens."""
         self.useless_reasons: Counter[str] = Counter()
         """Number of delivered or failed groups that are not trained on, by reason."""
         self._waits: deque[tuple[float, float]] = deque()
@@ -270,12 +270,13 @@ class Progress:
         The counts of groups that failed or had no training signal begin at 0 again.
         """
         self.num_accepted += 1
+        self.num_accepted_tokens += group.num_tokens
         newest = group.versions[-1]
         self.newest_sampled = max(self.newest_sampled or newest, newest)
         self.zero_signal = GroupStats()
         self._zero_signal_reasons.clear()
         self._num_failed = 0
-        self._count_tokens(group)
+        self.lengths.delivered(group)
 
     def left_out(self, group: Group, reason: str, *, now: float) -> None:
         """Count a delivered group that `reason` excludes from training."""
@@ -285,7 +286,7 @@ class Progress:
         self.useless_reasons[reason] += 1
         self._left_out += stats
         self.zero_signal += stats
-        self._count_tokens(group)
+        self.lengths.delivered(group)
 
     def unscored(self, group: Group) -> None:
         """Count a group that is not trained on because it has fewer than two rewards."""
@@ -295,7 +296,7 @@ class Progress:
         self.useless_reasons["no_opinion"] += 1
         self._left_out += stats
         self.zero_signal += stats
-        self._count_tokens(group)
+        self.lengths.delivered(group)
         if all(math.isnan(rollout.reward) for rollout in group.rollouts):
             self._num_failed += 1
             self._cause = (
@@ -310,10 +311,6 @@ class Progress:
         self._num_failed += 1
         self._cause = cause
         self.zero_signal += GroupStats(num_groups=1)
-
-    def _count_tokens(self, group: Group) -> None:
-        self.lengths.delivered(group)
-        self._tokens_since_step += group.num_tokens
 
     def stepped(
         self,
@@ -393,6 +390,7 @@ class Progress:
         waited_s, trained_s = self._step_times
         now = self.running(now)
         step_s = max(now - self._stepped_at, 1e-9)
+        tokens_per_s = (self.num_accepted_tokens - self._tokens_reported) / step_s
         row: dict[str, float | Mapping[str, float]] = {
             **metrics,
             "time/step": step_s,
@@ -400,7 +398,7 @@ class Progress:
             "time/wait_for_batch": waited_s,
             "learner/idle_ratio": self.idle_ratio,
             "time/publish": self._published_s,
-            "perf/accepted_tokens_per_s": self._tokens_since_step / step_s,
+            "perf/accepted_tokens_per_s": tokens_per_s,
             "broadcast/bytes": bytes_sent - self._bytes_reported,
         }
         mean_staleness = None
@@ -422,13 +420,14 @@ class Progress:
             reward=finite(self.curves.rewards[-1]),
             mean_staleness=mean_staleness,
             max_staleness=max(staleness, default=0),
-            accepted_tokens_per_s=self._tokens_since_step / step_s,
+            accepted_tokens_per_s=tokens_per_s,
             seconds=step_s,
             useful_share=metrics.get("groups/useful"),
         )
         self._curve = self._rewards_by_step(step)
         self._pace.stepped(now=now)
-        self._stepped_at, self._tokens_since_step, self._bytes_reported = now, 0, bytes_sent
+        self._stepped_at, self._bytes_reported = now, bytes_sent
+        self._tokens_reported = self.num_accepted_tokens
         self._published_s = 0.0
         return row
 

@@ -166,8 +166,8 @@ CURVES = (
     StepCurve(
         name="cost_per_million_tokens",
         section=COST,
-        title="Cost per accepted token, since the start",
-        unit="$ per million tokens",
+        title="Cost per accepted token, since the start of the run",
+        unit="$ per million accepted tokens",
         metrics={"cost/per_million_tokens": "since the start"},
     ),
     StepCurve(

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from echo.core.extras import import_extra, version
-from echo.core.units import counted, format_bytes, format_duration, one_line
+from echo.core.units import counted, format_bytes, format_duration, one_line, per_million
 from echo.records.run_files import values_of
 from echo.ui.drawing import clock, short_count
 from echo.ui.report.figures import SECTIONS, Plot
@@ -233,9 +233,9 @@ def _key_figures(run: ReportedRun) -> dict[str, str]:
     costs = values_of(train, "cost/total")
     if costs:
         figures["cost"] = f"${costs[-1]:.2f}"
-    per_token = values_of(train, "cost/per_million_tokens")
-    if per_token:
-        figures["cost per million accepted tokens"] = f"${per_token[-1]:.3g}"
+        price = per_million(costs[-1], summary.num_tokens)
+        if price is not None:
+            figures["cost per million accepted tokens"] = f"${price:.3g}"
     return figures
 
 
@@ -274,7 +274,8 @@ def _node_tables(run: ReportedRun) -> list[Table]:
             head=[head[at] for at in columns],
             rows=[[row[at] for at in columns] for row in rows],
             caption="Accepted groups and their completion tokens; tokens per second while the "
-            "worker held a group; mismatch and reward of its newest trained groups.",
+            "worker held a group; cost of the node alone, also per million of its accepted tokens; "
+            "mismatch and reward of its newest trained groups.",
             has_numbers=True,
         )
     ]

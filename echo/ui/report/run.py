@@ -20,7 +20,7 @@ import msgspec
 
 from echo.core.errors import DataError
 from echo.core.records import Discarded, Refused
-from echo.core.units import format_bytes, format_duration, one_line
+from echo.core.units import format_bytes, format_duration, one_line, per_million
 from echo.records.ledger import (
     ActivationChanged,
     AnyRecord,
@@ -115,10 +115,8 @@ class ReportedNode:
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        """$ per 10^6 accepted completion tokens; None without prices or accepted tokens."""
-        if self.cost is None or not self.num_tokens:
-            return None
-        return self.cost / self.num_tokens * 1e6
+        """$ of this node per 10^6 of its accepted tokens; None without prices or such tokens."""
+        return None if self.cost is None else per_million(self.cost, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,13 @@ from dataclasses import asdict
 from typing import Any
 
 from echo.core.monitoring.status import CostStatus
+from echo.core.units import per_million
 from echo.fleet.activation import (
     ActivationDecision,
     Question,
     ReviewAnswer,
 )
-from echo.records.ledger import ActivationChanged, Cost, LedgerQueue
+from echo.records.ledger import ActivationChanged, Cost, LedgerQueue, totals_of
 from echo.roles.learner import Learner
 from echo.runtime.learner.costs.activation import Activation, ActivationSettings, StepTimes
 from echo.runtime.learner.costs.meter import CostMeter, spent_before
@@ -60,7 +61,8 @@ class CostControl:
         log: logging.Logger,
     ) -> None:
         self._role = role
-        spent = spent_before(ledger.records(), now=ledger.now())
+        before = totals_of(ledger.records())
+        spent = spent_before(before, now=ledger.now())
         self.activation = None if settings is None else Activation(settings, now=now)
         self._meter = CostMeter(
             learner_per_h=learner_per_h,
@@ -83,8 +85,7 @@ class CostControl:
         """Seconds of the last optimizer step."""
         self._waiting_since: float | None = None
         self._metered_at = self._measured_at = -math.inf
-        self._total_at_start = spent
-        self._num_tokens = 0.0
+        self._num_tokens_before = before.num_tokens
         self._total_at_step = spent
         self._last_decision = ""
 
@@ -195,8 +196,6 @@ class CostControl:
             )
             self.activation.stepped(times)
         self._meter_now(now)
-        if self._meter.has_prices:
-            self._num_tokens += row["perf/accepted_tokens_per_s"] * row["time/step"]
         view = self.view()
         if view is None:
             return {}
@@ -228,15 +227,13 @@ class CostControl:
         meter = self._meter
         if not meter.has_prices:
             return None
-        per_million_tokens = None
-        if self._num_tokens > 0:
-            per_million_tokens = (meter.total - self._total_at_start) / self._num_tokens * 1e6
+        num_tokens = self._num_tokens_before + self._progress.num_accepted_tokens
         workers = self._role.roster.members("worker")
         num_standby = sum(member.is_resting for member in workers)
         return CostStatus(
             per_h=meter.machines_per_h + meter.traffic_per_h,
             total=meter.total,
-            per_million_tokens=per_million_tokens,
+            per_million_tokens=per_million(meter.total, num_tokens),
             standby_per_h=meter.standby_per_h,
             unconfirmed_per_h=meter.unconfirmed_per_h,
             budget_per_run=self._budget_per_run,

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echo.core.units import GIGABYTE
-from echo.records.ledger import AnyRecord, totals_of
+from echo.records.ledger import LedgerTotals
 from echo.roles.members import Member, Roster
 from echo.wire.codec import BYTES_PER_TOKEN
 from echo.wire.messages import LEARNER_ID
@@ -158,13 +158,13 @@ class CostMeter:
                 del self._machines[name]
 
 
-def spent_before(records: Iterable[AnyRecord], *, now: float) -> float:
-    """Return what a run had cost before a resume, in $, as computed from its ledger.
+def spent_before(totals: LedgerTotals, *, now: float) -> float:
+    """Return what a run had cost before a resume, in $, as computed from its ledger's totals.
 
     While the learner was away, machines were still billed for an unknown time. At most
     LOST_COUNTS_FOR_S of this time is counted. `now` is Unix time, seconds.
     """
-    last = totals_of(records).cost
+    last = totals.cost
     if last is None:
         return 0.0
     away_s = min(max(0.0, now - last.at), LOST_COUNTS_FOR_S)
