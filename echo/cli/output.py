@@ -250,9 +250,13 @@ def _escaped(line: str) -> str:
 
 
 def fail(error: EchoError) -> int:
-    """Print an error to standard error, with secrets removed. Return the error's exit code."""
+    """Print an error to standard error, with secrets removed. Return the error's exit code.
+
+    Unprintable characters are escaped: an error may contain a model's text.
+    """
     # A user may have given a join string as the name of a file.
-    print(f"error: {without_secrets(str(error))}", file=sys.stderr)
+    lines = without_secrets(str(error)).split("\n")
+    print("error: " + "\n".join(map(one_line, lines)), file=sys.stderr)
     return exit_code(error)
 
 

@@ -113,6 +113,22 @@ def test_a_checkpoint_has_the_scores_of_a_model_with_its_weights(
     assert [line.split()[0] for line in lines[1:3]] == ["mean", "greedy"]
 
 
+@pytest.mark.slow
+def test_text_of_a_model_in_an_error_does_not_control_the_terminal(
+    make_model: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(1)
+    error = 'raise ValueError("\\x1b[2J\\x9b1m\\u202e")'
+    Path("own_errors.py").write_text(TASK.replace("return len(completion) / 8", error))
+    task = ["--task", "own_errors:Lengths", "--prompts", "2", "--samples", "1", *SETTINGS]
+    assert main([str(model), *task]) == 3
+    printed = capsys.readouterr()
+    assert ": no figure, 4 of 4 rewards failed: " in printed.err
+    for text in printed:
+        assert "\\x1b[2J\\x9b1m\\u202e" in text
+        assert all(char == "\n" or char.isprintable() for char in text)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [

@@ -32,7 +32,7 @@ from echo.core.errors import ConfigError, DataError
 from echo.core.monitoring.scores import Estimate
 from echo.core.paths import local_path
 from echo.core.rollout import PolicyVersion
-from echo.core.units import counted
+from echo.core.units import counted, one_line
 from echo.engine.model import (
     build_shapes,
     load_directory,
@@ -114,7 +114,7 @@ def _run(arguments: Namespace, console: Console) -> int:
         for line in score_lines(target, result):
             console.print(line)
     if not result.has_figure:
-        raise DataError(f"{target.name}: {result}")
+        raise DataError(f"{target.name}: {result.describe(is_rate=result.is_rate)}")
     return 0
 
 
@@ -261,7 +261,7 @@ def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
             f"  {result.num_reward_errors} of {result.num_rewards} rewards failed and count as 0: "
             f"{result.error}"
         )
-    return lines
+    return [one_line(line) for line in lines]  # a reward's error may contain a model's text
 
 
 def score_report(target: EvalTarget, result: EvalResult, *, engine: str) -> dict[str, Any]:
