@@ -413,7 +413,7 @@ def _waiting(snapshot: RunStatus, width: int, num_rows: int) -> list[Text]:
     if not snapshot.waiting_for:
         state = snapshot.activity or snapshot.state
         if snapshot.explanation:
-            state += f"; in the last steps: {clean(snapshot.explanation)}"
+            state += f"; advice from the last steps: {clean(snapshot.explanation)}"
     wrapped = textwrap.wrap(
         f"idle {idle_shares(snapshot)}   {state}",
         max(width - _LABEL_WIDTH, 20),

@@ -328,6 +328,8 @@ def test_a_wait_that_goes_on_is_in_the_files_of_the_run(make_world: MakeWorld) -
     waiting_for = world.node("learner")._stalls.waiting_for
     assert waiting_for.startswith("4 of 4 groups; ")
     assert waiting_for.index("add workers") < waiting_for.index("w1 has")
+    status = world.node("learner")._reporter.status(now=world.now)
+    assert status.explanation.startswith("add workers, or lower ")
     [row] = [row for row in world.rows if "explain" in row]
     assert "reward/mean" not in row
     assert world.step < 12

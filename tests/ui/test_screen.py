@@ -63,7 +63,7 @@ def test_everything_worth_knowing_is_on_the_screen(make_status: MakeStatus) -> N
 def test_a_stall_is_explained_beside_the_activity(make_status: MakeStatus) -> None:
     status = make_status(activity="training", explanation="workers have no groups 85%\x1bc")
     text = "\n".join(lines_of(render_live(status, 200, height=30), 200))
-    assert "training; in the last steps: workers have no groups 85%" in text
+    assert "training; advice from the last steps: workers have no groups 85%" in text
     assert "\x1b" not in text
 
 

@@ -180,8 +180,8 @@ class RunStatus:
     waiting_for: str = ""
     """The reason why the learner waits; empty while the learner works."""
     explanation: str = ""
-    """Text that explains why the learner waits long or why workers have no groups, with a setting
-    that would help. Empty if nothing stalls."""
+    """Text that explains why the learner waits long or why workers have no groups. It begins with
+    the remedy, because a small screen cuts off its end. Empty if nothing stalls."""
     eta_s: float | None = None
     """Estimated seconds until the last step has ended; None until two steps have been timed."""
     nodes: tuple[NodeStatus, ...] = ()

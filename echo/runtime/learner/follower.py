@@ -224,7 +224,7 @@ class Reporter:
             pace=self._pace,
             cost=self._costs.view(),
             waiting_for=self._stalls.waiting_for,
-            explanation="" if self._stalls.current is None else str(self._stalls.current),
+            explanation=self._stalls.explanation,
             notices=self._follower.notices,
             price_per_h=self._price_per_h,
             at=self._time_of_day(),

@@ -236,6 +236,12 @@ class Stalls:
         missing, _, nodes = text.partition("; ")  # the end is cut off on a small screen
         return f"{missing}; {self.current.remedy}; {nodes}"
 
+    @property
+    def explanation(self) -> str:
+        """The explanation as text for a view, the remedy first; "" if nothing stalls."""
+        found = self.current
+        return "" if found is None else f"{found.remedy}; {found.chain}"
+
     def stepped(self, now: float) -> Fields:
         """Explain the last step. Return fields for its row of metrics."""
         self._count(now)
