@@ -97,6 +97,7 @@ def test_the_configurations_and_locks_are_in_the_package(monkeypatch: pytest.Mon
     package = Path(echo.__file__).parent
     packed = {path.resolve() for pattern in patterns for path in package.glob(pattern)}
     assert set((REPOSITORY / "configs").glob("*.toml")) <= packed
+    assert REPOSITORY / "configs" / "grafana.json" in packed
     assert set((REPOSITORY / "locks").glob("*.txt")) <= packed
     monkeypatch.chdir("/")
     assert find_config("quickstart.toml").resolve() == REPOSITORY / "configs" / "quickstart.toml"
