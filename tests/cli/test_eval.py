@@ -107,9 +107,13 @@ def test_a_checkpoint_has_the_scores_of_a_model_with_its_weights(
     # A ledger of another release does not matter to a checkpoint.
     with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as ledger:
         ledger.execute("PRAGMA user_version = 1")
-    assert main(["run@3", "--samples", "2"]) == 0
+    limits = ["--set", "eval.top_k=5", "--set", "eval.min_p=0.1"]
+    assert main(["run@3", "--samples", "2", *limits]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("run, step 3: Lengths, 6 held-out prompts, 2 sampled answers to")
+    assert lines[0] == (
+        "run, step 3: Lengths, 6 held-out prompts, 2 sampled answers to each (temperature 1, "
+        "top_p 1, top_k 5, min_p 0.1, at most 8 tokens), and a greedy one"
+    )
     assert [line.split()[0] for line in lines[1:3]] == ["mean", "greedy"]
 
 

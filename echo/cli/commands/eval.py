@@ -247,10 +247,13 @@ def score_lines(target: EvalTarget, result: EvalResult) -> list[str]:
     width = max(len(name) for name, _ in rows)
     prompts = counted(len(scores.by_prompt), "held-out prompt")
     answers = counted(scores.num_samples, "sampled answer")
+    how = [f"temperature {sampling.temperature:g}", f"top_p {sampling.top_p:g}"]
+    how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
+    how += [f"min_p {sampling.min_p:g}"] if sampling.min_p else []
+    how.append(f"at most {sampling.max_completion_tokens} tokens")
     lines = [
         f"{target.name}: {_task_name(config)}, {prompts}, {answers} to each "
-        f"(temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
-        f"{sampling.max_completion_tokens} tokens), and a greedy one",
+        f"({', '.join(how)}), and a greedy one",
         *(f"  {name:<{width}}  {value}" for name, value in rows),
         "  [95 % confidence intervals, over prompts]",
     ]
