@@ -190,6 +190,9 @@ class ObservedFleet:
     """Number of groups that the learner is writing to its disk."""
     num_standby: int = 0
     """Workers that the learner has put on standby."""
+    num_enough: int | None = None
+    """Number of active workers that activation last found enough, when it put others on standby.
+    None if it put none on standby."""
     num_held: int = 0
     """Workers that an operator drains or keeps on standby."""
     joining: tuple[str, ...] = ()
@@ -208,6 +211,11 @@ class ObservedFleet:
     @property
     def workers(self) -> list[ObservedNode]:
         return [node for node in self.nodes if node.role == "worker"]
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether as many workers are active as activation last found enough."""
+        return self.num_enough is not None and len(self.workers) >= self.num_enough
 
     def node(self, name: str) -> ObservedNode | None:
         """Return the node that has this name; None for the learner and for unknown nodes."""
@@ -677,7 +685,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
             "few_in_flight", "staleness bound", "sync.max_staleness",
             f"{chain} with {used:.0%} of the engines' places used: sync.max_staleness = "
             f"{fleet.max_staleness} admits no more groups",
-            remedy if is_idle else f"{remedy}, or {_more_workers(fleet)}",
+            remedy if is_idle or fleet.has_enough else f"{remedy}, or {_more_workers(fleet)}",
         )  # fmt: skip
     limited = [worker for worker in samplers if worker.num_places and not worker.is_saturated]
     is_few = bool(places) and max(places) * fleet.group_size <= FEW_ROLLOUTS
@@ -685,8 +693,9 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
         few = _few_places(fleet, limited, chain)
         if few is not None:
             return few
+    setting = "activation.margin" if fleet.has_enough else ""
     return Explanation(
-        "few_workers", "workers", "activation.mode" if fleet.num_standby else "",
+        "few_workers", "workers", "activation.mode" if fleet.num_standby else setting,
         f"{chain} all the time, which takes longer than a step",
         f"{_more_workers(fleet)}, or lower sampling.max_completion_tokens",
     )  # fmt: skip
@@ -695,13 +704,14 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
 def _more_workers(fleet: ObservedFleet) -> str:
     """Return the remedy for too few workers.
 
-    If workers are on standby, an added worker might be put on standby, too. So the remedy is then
-    to make all workers generate.
+    If activation has put workers on standby, it might put an added worker on standby, too. So the
+    remedy is then to make all workers generate. If those on standby have left since, the remedy is
+    to let activation keep more.
     """
-    if not fleet.num_standby:
-        return "add workers"
-    verb = _verb(range(fleet.num_standby), "is", "are")
-    return f'set activation.mode = "off" ({fleet.num_standby} {verb} on standby)'
+    if fleet.num_standby:
+        verb = _verb(range(fleet.num_standby), "is", "are")
+        return f'set activation.mode = "off" ({fleet.num_standby} {verb} on standby)'
+    return "raise activation.margin" if fleet.has_enough else "add workers"
 
 
 def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:

@@ -208,6 +208,17 @@ def test_a_fleet_with_workers_on_standby_is_not_asked_for_more() -> None:
     assert explained(fleet(worker(), num_held=1)).remedy.startswith("add workers")
 
 
+def test_where_activation_needs_no_more_workers_none_are_asked_for() -> None:
+    busy = fleet(worker(), num_enough=1)
+    assert explained(busy).setting == "activation.margin"
+    assert explained(busy).remedy.startswith("raise activation.margin, or ")
+    closed = fleet(worker(num_places=64), is_closed=True, num_enough=1)
+    assert explained(replace(closed, num_enough=None)).remedy.endswith(", or add workers")
+    assert explained(closed).remedy == "raise sync.max_staleness or batch.groups_per_step"
+    # A worker of those that were enough is gone.
+    assert explained(replace(busy, num_enough=2)).remedy.startswith("add workers")
+
+
 def test_workers_that_an_operator_holds_are_for_the_operator_to_give_back() -> None:
     found = explained(fleet(num_held=2))
     assert found.chain.endswith("an operator holds every worker")

@@ -185,6 +185,7 @@ def test_the_dearest_stand_by_after_a_dwell_and_the_costs_are_told(
     assert snapshot.cost.per_h == pytest.approx(2.6, abs=0.01)
     assert snapshot.cost.num_standby == 2
     assert "put on standby w1, w3" in snapshot.cost.decision
+    assert world.node("learner")._stalls._fleet.num_enough == 1
     assert "standby" in {node.node_id: node.state for node in snapshot.nodes}["w3"]
 
 

@@ -300,7 +300,8 @@ class LearnerNode(Node):
         )  # fmt: skip
         self._stalls = Stalls(
             run.role, self._delivered, run.progress, is_recomputing=run.is_recomputing,
-            write=follower.write_metrics, log=log, now=self.now,
+            num_enough=lambda: self.costs.num_enough, write=follower.write_metrics, log=log,
+            now=self.now,
         )  # fmt: skip
         self._reporter = Reporter(
             follower, run.role, self.transport, run=sections.run, progress=run.progress,

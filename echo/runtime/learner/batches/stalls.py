@@ -95,6 +95,7 @@ class Stalls:
         progress: Progress,
         *,
         is_recomputing: bool,
+        num_enough: Callable[[], int | None],
         write: Callable[[int, Fields], None],
         log: logging.Logger,
         now: float,
@@ -106,12 +107,15 @@ class Stalls:
             delivered: the groups that the learner scores and stores.
             progress: reports the learner's activities, and counts groups without a training signal.
             is_recomputing: whether a setting makes the trainer recompute activations needlessly.
+            num_enough: returns how many active workers activation last found enough, when it put
+                others on standby; None otherwise.
             write: called with (step, fields) to write an explanation as a row of metrics.
             log: gets the explanations.
             now: the present time, seconds.
         """
         self._role, self._delivered, self._progress = role, delivered, progress
-        self._is_recomputing, self._write, self._log = is_recomputing, write, log
+        self._is_recomputing, self._num_enough = is_recomputing, num_enough
+        self._write, self._log = write, log
         self.current: Explanation | None = None
         """The explanation of the present wait or of the last steps; None if nothing stalls."""
         self._activity = "starting"
@@ -205,6 +209,7 @@ class Stalls:
             num_storing=self._delivered.num_storing,
             num_useless=progress.zero_signal.num_groups,
             useless=progress.zero_signal_text,
+            num_enough=self._num_enough(),
         )
 
     @property

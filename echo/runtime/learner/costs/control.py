@@ -88,6 +88,9 @@ class CostControl:
         self._num_tokens_before = before.num_tokens
         self._total_at_step = spent
         self._last_decision = ""
+        self.num_enough: int | None = None
+        """Number of active workers that the last decision found enough, when it put others on
+        standby; None otherwise."""
 
     # --- watching --------------------------------------------------------------------------------
 
@@ -149,6 +152,8 @@ class CostControl:
 
     def _record(self, decision: ActivationDecision) -> None:
         self._last_decision = str(decision)
+        is_enough = decision.deactivated and decision.slowdown <= 1
+        self.num_enough = decision.num_active if is_enough else None
         self._log.info("activation: %s", self._last_decision)
         fields = asdict(decision)
         self._ledger.append(
