@@ -21,6 +21,10 @@ raises an error.
     storing  -        -           -               !              closed
     closed   !        !           !               !              -
 
+`handle` takes no time, because only `Leased` needs one and carries it. `handle` returns no actions,
+because a group sends no messages. It returns the leases that the event begins or ends, which the
+book enters in its index by worker.
+
 The result of a waiting group may arrive after its lease has expired or its worker was dropped. A
 group that is being stored is not granted again, even if all of its leases end.
 """

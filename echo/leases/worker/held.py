@@ -19,6 +19,10 @@ state as it is. `!`: the event cannot happen in this state, so it raises an erro
     delivered    !        -        -            -          !           -          ended     -
     ended        !        -        -            -          !           -          -         -
 
+`handle` takes no time, because only `Taken` needs one and carries it. `handle` returns no actions,
+because a group sends no messages: an event changes only the group and the outbox. The worker sends
+the messages in its outbox.
+
 A heartbeat lists every group that has not ended. So the learner can find the leases that it must
 send again. The number of leases that the learner grants bounds the number of groups that a worker
 holds.
