@@ -2,7 +2,9 @@
 
 The scripts under test are the real ones, in a copy of the few files that they read. The pretended
 uv writes down what it was asked to do and with which settings, and answers as the test has laid
-out. tests/test_packaging.py has what the real one makes.
+out. tests/test_packaging.py has what the real one makes. The machine is pretended because no single
+one has every GPU, Python, disk and network that set-up may meet, and real installations take
+minutes.
 """
 
 from __future__ import annotations

@@ -15,8 +15,13 @@ it chooses the cheapest.
 The search is greedy and begins with several sets: no worker, the active workers, and one set for
 each kind. The set of a kind contains this kind and all faster kinds, because one slow worker can
 make a set insufficient. From each of these sets, the search changes the number of workers of one
-kind, then of two kinds, then of three, as long as the set becomes better. At most MAX_ASSESSED sets
-are assessed.
+kind, then of two kinds, then of three, as long as the set becomes better. A change of two kinds
+replaces one worker by another. A change of three kinds replaces one worker by two, or two by one.
+Without these changes, the search would often end at a dearer set in fleets of many kinds.
+
+The learner repeats the search during the run, so MAX_KINDS and MAX_ASSESSED bound its duration.
+HARDLY_SLOWER keeps the learner from paying for workers that make a step shorter by less than the
+error of the measured rates.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench_activation import best_by_brute_force, choose_by_brute_force, random_workers
 
-from echo.fleet import activation
+from echo.fleet import activation, selection
 from echo.fleet.activation import MAX_KINDS, Links, Question, Roll, by_kind, choose
 from echo.fleet.market import Offer
 from tests.fleet import fleets
@@ -46,6 +46,17 @@ def test_the_choice_is_the_cheapest_sufficient_set(seed: int) -> None:
         assert choice.slowdown == 1
         assert choice.prediction.is_sufficient
         assert choice.prediction.cost_per_h == pytest.approx(best[0], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5007, 5004], ids=["one by one", "one by two"])
+def test_replacements_make_the_choice_as_cheap_as_the_plan(seed: int) -> None:
+    workers, job, links = random_workers(seed, most=20, least=20, groups=6)
+    plan = selection.select(Roll(workers, links).fleet(job), job)
+    choice = choose(workers, job, links)
+    assert plan is not None
+    assert choice.slowdown == 1
+    assert choice.prediction.cost_per_h == pytest.approx(plan.cost_per_h, rel=0.02)
 
 
 def test_of_equal_workers_those_that_are_active_are_kept() -> None:
