@@ -232,6 +232,10 @@ def _locate(
 ) -> tuple[KeyPath, Leaf | None]:
     """Translate a place in a pydantic error to a path, and return the key at this path as well.
 
+    Each row of a list is validated alone, so a place begins inside the row. This function puts the
+    row's path, for example (offers, 2), before the place. In `load.py` a place begins at the whole
+    configuration, so `load.py` has a different function.
+
     If the place ends with the name of a union's member, remove this name.
     """
     path = (*row, *map(str, place))
