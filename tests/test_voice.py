@@ -1,4 +1,7 @@
-"""Docstrings and comments say things as an engineer would: patterns that a machine can see."""
+"""Docstrings and comments of echo/ say things as an engineer would: patterns a machine can see.
+
+bench/, tests/ and the scripts of docs/ are not held to it.
+"""
 
 from __future__ import annotations
 

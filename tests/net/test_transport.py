@@ -83,7 +83,11 @@ class Node:
 
 
 class World:
-    """Makes transports of one kind that can reach one another, and closes them."""
+    """Makes transports of one kind that can reach one another, and closes them.
+
+    It is not one of the worlds of nodes (promises, weights, e2e), because there are no nodes on the
+    transports: one contract has to hold for sockets and for the simulated network alike.
+    """
 
     def __init__(self, kind: str) -> None:
         self._is_encrypted = kind == "curve"

@@ -83,7 +83,11 @@ class Groups:
 
 
 class Net:
-    """A learner in its own region and nodes in another, 10 MB/s and 100 ms away."""
+    """A learner in its own region and nodes in another, 10 MB/s and 100 ms away.
+
+    It is not one of the worlds of nodes (promises, weights, e2e), because nothing of Echo runs on
+    these links: their clients only note what arrives and when.
+    """
 
     def __init__(self, **route: Any) -> None:
         self.clock = Clock()
