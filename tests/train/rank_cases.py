@@ -290,6 +290,31 @@ def compiled(rank_group: RankGroup, model_dir: str) -> dict[str, float]:
     return off
 
 
+def compiled_bits(rank_group: RankGroup, model_dir: str) -> dict[str, list[bool]]:
+    """Compile the layers for bfloat16, and compare them with layers as they are on these ranks.
+
+    Returns whether each rank has the same gradients and then the same weights, bit by bit.
+    """
+    torch._inductor.config.compile_threads = 1  # a pool would fork
+    ranks, groups = rank_group.ranks, make_groups(6)
+    gradients, weights = [], []
+    for compile_layers in (True, False):
+        options = {"dtype": torch.bfloat16, "compile_layers": compile_layers}
+        trainer = make_trainer(model_dir, ranks, **options)
+        trainer.forward_backward(trainer.prepare(groups), trainer.loss)
+        held = [tensor.grad for tensor in trainer.policy.parameters().values()]
+        shards = [sharding.local(tensor).flatten() for tensor in held if tensor is not None]
+        gradients.append(torch.cat(shards))
+        trainer.optim_step(FAST)
+        weights.append(torch.cat([tensor.flatten() for tensor in weights_of(trainer).values()]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    pairs = {"gradients": gradients, "weights": weights}
+    return {
+        name: [each == b"True" for each in ranks.gather(str(torch.equal(*pair)).encode())]
+        for name, pair in pairs.items()
+    }
+
+
 def kernel(rank_group: RankGroup) -> dict[str, list[str]]:
     """Return the kernels that each rank tries, deactivates and chooses, and its notices.
 
