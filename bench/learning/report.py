@@ -262,7 +262,7 @@ TITLES = {
     "chosen": "addition, GSPO with a range of .02/.03 beside GRPO, by staleness",
     "corrections": "addition, corrections by staleness",
     "corrections_countdown": "countdown, corrections by staleness",
-    "pretrained": "word problems, SmolLM2-135M with an adapter, losses by staleness",
+    "pretrained": "dates, SmolLM2-135M with an adapter, losses by staleness",
 }
 
 
