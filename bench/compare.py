@@ -36,7 +36,8 @@ QUICK = ("april", "broadcast", "delta", "dispatch", "ledger", "overlap", "quicks
          "sim", "staleness", "topology", "update", "uplink_errors")  # fmt: skip
 GAINS = ("per_s", "gb_s", "ratio", "promised", "got", "sampled", "greedy", "speed", "is_complete")
 """In names of figures of which more is better."""
-COSTS = ("_s", "_ms", "_mib", "bytes", "idle", "wasted", "stale", "worst", "_step", "_tokens")
+COSTS = ("_s", "_ms", "_mib", "bytes", "idle", "wasted", "stale", "worst", "_step", "_tokens",
+         "warm", "cold", "least", "warm_all", "warm_wall")  # fmt: skip
 """At the end of names, or of what they begin with, of figures of which less is better."""
 
 

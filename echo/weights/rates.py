@@ -196,13 +196,11 @@ def _towards(sample: float, rate: float, age: float) -> float:
 #
 # Transfers measure the uplinks of nodes that serve children, up to the rate at which the children
 # receive. A fleet that has just joined is planned as if all uplinks were equal. Then slow nodes
-# delay fast ones, whose uplinks are never measured in full. bench/bench_uplink_errors.py simulates
-# three such fleets: log-normal, 80/20 and half NAT. Without probes, first versions got 0.26, 0.05
-# and 0.76 of the rate that the uplinks allow, and sixth versions 0.44, 0.37 and 0.76. With probes
-# they got 0.54, 0.63 and 0.70, and 0.66, 0.75 and 0.77. These are figures of one fleet of each
-# kind, in bench/results/compare_planes_2cpu_20261129.json. uplink_errors_joined_2cpu_20261125.json
-# has three fleets of each kind, from a time when a version travelled along several trees. All
-# figures are simulated: bench/bench_swarm.py, on real TCP, was not run with and without probes.
+# delay fast ones, whose uplinks are never measured in full. bench/bench_swarm.py sends versions to
+# three such fleets over real TCP: log-normal, 80/20 and half NAT. Without probes, first versions
+# got 0.36, 0.25 and 0.73 of the rate that the uplinks allow. With probes they got 0.58, 0.71 and
+# 0.72 (bench/results/swarm_no_probes_2cpu_20261130.json and swarm_probes_2cpu_20261130.json, one run
+# each).
 #
 # So a node that can serve, and whose uplink has not been the limit of a transfer, sends a probe up
 # its control link when the learner welcomes it, and when it holds a version. The learner sends its
