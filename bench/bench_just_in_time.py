@@ -19,7 +19,9 @@ from the newest version that is installed by then,
     T_batch   = max(R / rate, T_group) + min(1/2, spread) T_group, the last groups included
 
 With a period of 1 and T_bcast below it, forced(u) is ceil(T_bcast / T_train + u). `predicted` is
-what the planner predicts.
+what the planner predicts, and `is_enough` tells whether the fleet satisfies the provisioning rule,
+as fleets do that the planner proposes. At 1.2 times the required rate it takes 70 steps until a
+bound of 11 is reached, so the prediction needs runs of --steps 300.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from learning.quickstart import read_evaluations, train
 from echo.config.fleet_schema import FaultRow, SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
-from echo.fleet.overlap import predict
+from echo.fleet.overlap import is_enough, predict
 from echo.records.run_files import read_metrics
 from echo.sim.scenario import Scenario
 from echo.sim.simulation import Simulation
@@ -201,23 +203,27 @@ def measure(scenario: Scenario, case: dict[str, Any], num_draws: int) -> dict[st
     }
 
 
-def _foreseen(scenario: Scenario, case: dict[str, Any]) -> dict[str, float]:
+def _foreseen(scenario: Scenario, case: dict[str, Any]) -> dict[str, float | bool]:
     """Return the staleness that is forced, and what the planner predicts of the fleet."""
     job, fleet, counts = scenario.job, scenario.fleet, scenario.counts
     tail = min(0.5, case["spread"]) * case["group_s"] / TRAIN_S
     window = max(1 / case["rate"], case["group_s"] / TRAIN_S) + tail
     broadcast_s = fleet.broadcast_s(job, counts)
+    times: dict[str, Any] = {
+        "rate": fleet.rate(job, counts),
+        "broadcast_s": broadcast_s,
+        "latency_s": fleet.mean_latency_s(job, counts),
+    }
     predicted = predict(
         job,
-        rate=fleet.rate(job, counts),
-        broadcast_s=broadcast_s,
-        latency_s=fleet.mean_latency_s(job, counts),
-        largest=fleet.largest_rate(job, counts),
+        **times,
+        nodes=fleet.speeds(job, counts),
     )
     return {
         "least": least_staleness(job.publish_period, broadcast_s / TRAIN_S, window),
         "predicted": predicted.mean_staleness,
         "predicted_idle": predicted.idle_share,
+        "is_enough": is_enough(job, **times),
     }
 
 
@@ -300,7 +306,8 @@ def show(row: dict[str, Any]) -> str:
         f"rate {row['rate']:.1f} "
         f"spread {row['spread']:.1f} W {row['workers']:2d} G {row['groups_per_step']:2d} "
         f"lost {row['losses']}: staleness {eager['staleness']:5.2f} > {late['staleness']:5.2f} "
-        f"least {row['least']:.2f} predicted {row['predicted']:.2f} "
+        f"least {row['least']:.2f} predicted {row['predicted']:.2f}"
+        f"{'' if row['is_enough'] else ' (too slow)'} "
         f"idle {eager['idle_share']:.3f} > {late['idle_share']:.3f} "
         f"thrown {eager['thrown_away']:.3f} > {late['thrown_away']:.3f} "
         f"stale groups {eager['stale_groups']:.1f} > {late['stale_groups']:.1f}, "

@@ -27,7 +27,7 @@ from nodes.processes import run_nodes
 from echo.cli.commands.plan import read_rates
 from echo.engine.model import build_model, save_tiny_model
 from echo.fleet.job import Job
-from echo.fleet.overlap import predict, required_rate
+from echo.fleet.overlap import NodeSpeed, predict, required_rate
 
 GROUPS, SIZE, TOKENS = 8, 4, 16
 WORKERS, SLOTS = 4, 2
@@ -89,7 +89,7 @@ def compare(run_dir: Path, share: float, group_s: float) -> dict[str, Any]:
         rate=rate,
         broadcast_s=broadcast_s,
         latency_s=group_s,
-        largest=rate / WORKERS,
+        nodes=[NodeSpeed(rate=rate / WORKERS, group_s=group_s)] * WORKERS,
     )
     return {
         "share_of_required_rate": share,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from echo.core.units import GIGABYTE
 from echo.fleet.job import Job
+from echo.fleet.overlap import NodeSpeed
 
 UNLIMITED = 1e15
 """Rate, in bytes per second, that stands for a link without a known limit."""
@@ -103,10 +104,13 @@ class RentedFleet:
         pairs = zip(self.offers, counts, strict=True)
         return sum(offer.rollouts_per_s(job) * count for offer, count in pairs)
 
-    def largest_rate(self, job: Job, counts: Counts) -> float:
-        """Return how many rollouts per second the fastest active node finishes; 0 without nodes."""
-        pairs = zip(self.offers, counts, strict=True)
-        return max((offer.rollouts_per_s(job) for offer, count in pairs if count), default=0.0)
+    def speeds(self, job: Job, counts: Counts) -> list[NodeSpeed]:
+        """Return the speed of each active node."""
+        return [
+            NodeSpeed(rate=offer.rollouts_per_s(job), group_s=offer.group_latency_s(job))
+            for offer, count in zip(self.offers, counts, strict=True)
+            for _ in range(count)
+        ]
 
     def latency_s(self, job: Job, counts: Counts) -> float:
         """Return the seconds that the slowest active node needs for a group; 0 without nodes."""

@@ -26,14 +26,19 @@ only the newest is sent. A receiver also abandons a version for a newer one, as 
 describes.
 
 Staleness is predicted for just-in-time grants (leases/grants/just_in_time.py): each batch begins at
-the latest instant that delays no step. In four cases, however, a batch begins as early as admission
-allows:
+the latest instant that delays no step. In three cases, however, a batch begins as early as
+admission allows:
 
 * Leases do not limit the workers to the demand.
 * The learner waits for more than OPEN_SHARE of its time.
 * Without its fastest node, the fleet would be too slow for the job.
-* Even a group that begins as late as possible would be less than SLACK versions below the staleness
-  bound.
+
+In the other cases, some nodes may still be too slow: even if their groups began as late as
+possible, the groups would be less than SLACK versions below the staleness bound. These nodes also
+begin as early as admission allows. Each node counts in proportion to its rate.
+
+Batches that begin early accumulate until they reach the staleness bound. If the fleet is hardly
+faster than the learner, this takes many steps. The prediction is for the steps after that.
 
 The second form of the rule and the prediction are not in the paper.
 """
@@ -42,7 +47,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import NormalDist
@@ -51,6 +57,8 @@ from echo.fleet.job import Job
 
 _CYCLES = 40
 """Number of simulated publications in a prediction. The first half is a warm-up."""
+_LONGEST_WARM_UP = 400
+"""Batches that begin early may accumulate for at most this many steps. Few runs are longer."""
 _LARGEST_TAIL = 0.5
 """The last groups of a batch may delay it by at most this share of one group's time."""
 MAX_STALENESS = 64
@@ -76,6 +84,16 @@ class Resource(Enum):
     ROLLOUTS = "the rate of rollouts"
     BROADCAST = "the time of a broadcast"
     LATENCY = "the time that one group takes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpeed:
+    """How fast one node generates."""
+
+    rate: float
+    """Rollouts per second."""
+    group_s: float
+    """Seconds that the node needs to finish a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +211,7 @@ def predict(
     rate: float,
     broadcast_s: float,
     latency_s: float,
-    largest: float = 0.0,
+    nodes: Sequence[NodeSpeed] = (),
     lost_per_s: float = 0.0,
     is_paced: bool = True,
 ) -> Prediction:
@@ -205,7 +223,7 @@ def predict(
         broadcast_s: seconds from a publication until every node holds the version.
         latency_s: mean seconds of a group. A fast node counts for more, because it makes more
             groups.
-        largest: rollouts per second of the fastest node.
+        nodes: speed of each node. Without it, the fleet is assumed to have many equal nodes.
         lost_per_s: rollouts per second that are lost because nodes are lost; `rate` does not
             include these rollouts.
         is_paced: whether leases limit the workers to the demand. Otherwise the surplus rollouts are
@@ -215,29 +233,43 @@ def predict(
         return Prediction(step_s=math.inf, idle_share=1.0, staleness={}, wasted_share=0.0)
     pipeline = _Pipeline(job, rate, broadcast_s, latency_s, is_paced=is_paced)
     num_steps = _CYCLES * job.publish_period
-    for step in range(num_steps):
-        pipeline.make_step(step)
+    pipeline.make_steps(num_steps)
     half = num_steps // 2
     step_s = (pipeline.ends[num_steps] - pipeline.ends[half]) / (num_steps - half)
     idle_share = max(0.0, 1 - job.train_s / step_s)
-    left = rate - min(largest, MAX_LOSS * rate)
-    least = math.ceil((broadcast_s + latency_s) / step_s) + job.publish_period - 1
-    is_held = (
-        is_paced
-        and idle_share <= OPEN_SHARE
-        and left * step_s >= job.rollouts_per_step
-        and least <= job.max_staleness - SLACK
-    )
-    staleness = pipeline.staleness(is_just_in_time=is_held)
-    total = sum(staleness.values())
+    left = rate - min(max((node.rate for node in nodes), default=0.0), MAX_LOSS * rate)
+    late_share = 0.0
+    if is_paced and idle_share <= OPEN_SHARE and left * step_s >= job.rollouts_per_step:
+        speeds = nodes or [NodeSpeed(rate=rate, group_s=latency_s)]
+        late_share = _share_of_late_nodes(job, speeds, broadcast_s, step_s)
+    if late_share < 1:
+        pipeline.make_steps(_warm_up(job, step_s, pipeline.batch_s))
+    staleness = pipeline.staleness(late_share)
     demand = job.rollouts_per_step / step_s
     surplus = 0.0 if is_paced else max(0.0, rate - demand)
     return Prediction(
         step_s=step_s,
         idle_share=idle_share,
-        staleness={lag: part / total for lag, part in sorted(staleness.items())},
+        staleness=dict(sorted(staleness.items())),
         wasted_share=(surplus + lost_per_s) / (demand + surplus + lost_per_s),
     )
+
+
+def _share_of_late_nodes(
+    job: Job, nodes: Sequence[NodeSpeed], broadcast_s: float, step_s: float
+) -> float:
+    """Return the share of the fleet's rate whose groups can begin as late as possible, 0..1."""
+    limit = job.max_staleness - SLACK - (job.publish_period - 1)
+    late = [n for n in nodes if math.ceil((broadcast_s + n.group_s) / step_s) <= limit]
+    return sum(node.rate for node in late) / sum(node.rate for node in nodes)
+
+
+def _warm_up(job: Job, step_s: float, batch_s: float) -> int:
+    """Return the number of steps in which early batches accumulate up to the staleness bound."""
+    surplus = 1 - batch_s / step_s
+    if surplus <= 0:
+        return 0
+    return math.ceil(min(_LONGEST_WARM_UP, (job.max_staleness + 1) / surplus))
 
 
 class _Pipeline:
@@ -269,8 +301,12 @@ class _Pipeline:
         self.begins: list[float] = []
         """For each step, the earliest time at which its batch begins."""
 
-    def make_step(self, step: int) -> None:
-        """Compute the times of the next step's batch, training and publication."""
+    def make_steps(self, num_steps: int) -> None:
+        """Compute the times of the next steps' batches, training and publications."""
+        for step in range(len(self.begins), len(self.begins) + num_steps):
+            self._make_step(step)
+
+    def _make_step(self, step: int) -> None:
         begin = max(self.generated_at, self._gate(step))
         self.begins.append(begin)
         self.generated_at = self._spans_of_work(begin, self.batch_s)[-1][1]
@@ -303,7 +339,8 @@ class _Pipeline:
         if not self.is_paced:
             return 0.0
         oldest = step - self.job.max_staleness
-        return next(at for at, version in self.installed if version >= oldest)
+        at, _ = self.installed[bisect_left(self.installed, oldest, key=lambda pair: pair[1])]
+        return at
 
     def _spans_of_work(self, begin: float, work_s: float) -> list[tuple[float, float]]:
         """Return the intervals in which workers generate. Together they last `work_s` seconds.
@@ -324,15 +361,29 @@ class _Pipeline:
             at = arrival
         return [*spans, (at, at + work_s)]
 
-    def staleness(self, *, is_just_in_time: bool) -> dict[int, float]:
-        """Return for how many seconds batches of each staleness are generated.
+    def staleness(self, late_share: float) -> dict[int, float]:
+        """Return the share of the tokens at each staleness.
+
+        `late_share` is the share of the tokens that are generated as late as possible, 0..1. The
+        other tokens are generated as early as admission allows.
+        """
+        found: dict[int, float] = {}
+        for share, is_just_in_time in ((late_share, True), (1 - late_share, False)):
+            seconds = self._seconds(is_just_in_time=is_just_in_time) if share > 0 else {}
+            for lag, part in seconds.items():
+                found[lag] = found.get(lag, 0.0) + share * part / sum(seconds.values())
+        return found
+
+    def _seconds(self, *, is_just_in_time: bool) -> dict[int, float]:
+        """Return for how many seconds the last batches of each staleness are generated.
 
         The version that is installed during generation determines a batch's staleness. If
         `is_just_in_time`, each batch begins at the latest instant that delays no step.
         """
         found: dict[int, float] = {}
         free_until = math.inf
-        for step in reversed(range(_CYCLES // 2 * self.job.publish_period, len(self.begins))):
+        num_steps = _CYCLES // 2 * self.job.publish_period
+        for step in reversed(range(len(self.begins) - num_steps, len(self.begins))):
             begin, work_s = self.begins[step], max(self.batch_s, self.latency_s)
             ready_at = self.ends[step + 1] - self.job.train_s
             if is_just_in_time:

@@ -234,7 +234,7 @@ def _predict(fleet: RentedFleet, job: Job, counts: Counts, *, is_paced: bool) ->
         rate=fleet.rate(job, counts),
         broadcast_s=fleet.broadcast_s(job, counts),
         latency_s=fleet.mean_latency_s(job, counts),
-        largest=fleet.largest_rate(job, counts),
+        nodes=fleet.speeds(job, counts),
         lost_per_s=lost,
         is_paced=is_paced,
     )

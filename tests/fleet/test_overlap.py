@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from echo.fleet.job import Job
 from echo.fleet.overlap import (
+    NodeSpeed,
     Resource,
     auto_publish_period,
     binding_resource,
@@ -119,15 +120,36 @@ def test_a_batch_begins_as_late_as_the_learner_allows(bound: int) -> None:
     slow = predict(job, **(times | {"latency_s": 9.0})).staleness
     assert slow == pytest.approx({1: 8 / 9, 2: 1 / 9})
     # Without its fastest node, the fleet would be too slow: groups are made ahead.
-    needed = predict(job, **(times | {"rate": 8.0, "largest": 2.0}))
-    assert needed.mean_staleness > 1.9
-    spare = predict(job, **(times | {"rate": 8.0, "largest": 1.0}))
+    # Each batch then begins when the version is installed that is S versions older, and takes 8 s.
+    tight = times | {"rate": 8.0}
+    needed = predict(job, **tight, nodes=[NodeSpeed(rate=2.0, group_s=0.0)] * 4)
+    assert needed.staleness == {bound: 1.0}
+    spare = predict(job, **tight, nodes=[NodeSpeed(rate=1.0, group_s=0.0)] * 8)
     assert spare.staleness == {1: 1.0}
     # Groups that would be as old as S all the same are made as early as S allows.
-    tight = predict(replace(job, max_staleness=1), **times)
-    assert tight.staleness == {1: 1.0}
+    narrow = predict(replace(job, max_staleness=1), **times)
+    assert narrow.staleness == {1: 1.0}
     unpaced = predict(job, **times, is_paced=False)
     assert unpaced.mean_staleness > bound
+
+
+def test_only_nodes_that_are_fast_enough_begin_late() -> None:
+    # A group of 25 s that begins 2 s after a version is at best 3 versions old, so with S = 3 the
+    # slow quarter of the fleet begins as early as it may. With S = 4 all nodes begin late.
+    nodes = [NodeSpeed(rate=3.2, group_s=0.0)] * 3 + [NodeSpeed(rate=3.2, group_s=25.0)]
+    times: dict[str, Any] = {"rate": 12.8, "broadcast_s": 2.0, "latency_s": 0.0, "nodes": nodes}
+    job = replace(JOB, publish_period=1, max_staleness=3)
+    assert predict(job, **times).staleness == pytest.approx({1: 0.75, 3: 0.25})
+    assert predict(replace(job, max_staleness=4), **times).staleness == {1: 1.0}
+
+
+def test_groups_that_are_made_early_accumulate_up_to_the_bound() -> None:
+    # A fleet that is 2 % faster than the learner makes a batch more in 50 steps.
+    nodes = [NodeSpeed(rate=6.528, group_s=0.0)]
+    for bound in (2, 6):
+        job = replace(JOB, publish_period=1, max_staleness=bound)
+        found = predict(job, rate=6.528, broadcast_s=0.0, latency_s=0.0, nodes=nodes)
+        assert found.mean_staleness == pytest.approx(bound)
 
 
 def test_a_starved_learner_waits_for_what_is_missing() -> None:
@@ -211,9 +233,10 @@ def test_spread_costs_where_supply_is_tight_and_nothing_where_it_is_ample() -> N
 
 def test_spread_leaves_the_staleness_of_an_ample_fleet_as_it_is() -> None:
     # A fleet that is needed whole makes groups as early as the bound allows.
+    nodes = [NodeSpeed(rate=1.92, group_s=0.1)] * 4
     for rate_spread in (0.0, 0.1):
         job = replace(JOB, publish_period=1, max_staleness=3, rate_spread=rate_spread)
-        found = predict(job, rate=7.68, broadcast_s=0.1, latency_s=0.1, largest=1.92)
+        found = predict(job, rate=7.68, broadcast_s=0.1, latency_s=0.1, nodes=nodes)
         assert found.mean_staleness == pytest.approx(3.0, abs=0.02)
 
 

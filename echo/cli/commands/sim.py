@@ -260,7 +260,7 @@ def prediction(scenario: Scenario, summary: Summary) -> Prediction:
         rate=scenario.fleet.rate(job, counts),
         broadcast_s=summary.broadcast_s or scenario.fleet.broadcast_s(job, counts),
         latency_s=scenario.fleet.mean_latency_s(job, counts),
-        largest=scenario.fleet.largest_rate(job, counts),
+        nodes=scenario.fleet.speeds(job, counts),
         is_paced=scenario.settings.is_paced,
     )
 
