@@ -199,8 +199,7 @@ def _towards(sample: float, rate: float, age: float) -> float:
 # delay fast ones, whose uplinks are never measured in full. bench/bench_swarm.py sends versions to
 # three such fleets over real TCP: log-normal, 80/20 and half NAT. Without probes, first versions
 # got 0.36, 0.25 and 0.73 of the rate that the uplinks allow. With probes they got 0.58, 0.71 and
-# 0.72 (bench/results/swarm_no_probes_2cpu_20261130.json and swarm_probes_2cpu_20261130.json, one run
-# each).
+# 0.72: one run each, in bench/results/swarm_no_probes_2cpu_20261130.json and swarm_probes_*.
 #
 # So a node that can serve, and whose uplink has not been the limit of a transfer, sends a probe up
 # its control link when the learner welcomes it, and when it holds a version. The learner sends its
