@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
-from echo.cli.commands.sim import main, prediction
+from echo.cli.commands.sim import main, prediction, summary_text
 from echo.cli.scenario import load_scenario
 from echo.config.fleet_file import read_files
 from echo.core.errors import ConfigError
+from echo.sim.simulation import Simulation
+from echo.sim.summary import Summary, summarise
 from tests.sim.scenarios import make_offer, make_scenario
-
-if TYPE_CHECKING:
-    from echo.sim.summary import Summary
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = """
@@ -91,6 +91,19 @@ def test_a_run_is_printed_and_written(
     assert rows[-1]["staleness/max"] <= 2
     assert rows[-1]["cost/total"] == pytest.approx(summary["cost"])
     assert (tmp_path / "out" / "sim.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_text_says_what_the_model_assumes_where_its_staleness_is_another() -> None:
+    scenario = make_scenario(make_offer(count=2))
+    summary = summarise(scenario, Simulation(scenario).run())
+    fitting = prediction(scenario, summary).staleness
+    assert "differs" not in summary_text(scenario, replace(summary, staleness=fitting), wall_s=1.0)
+    other = replace(summary, staleness={12: 1.0})
+    text = summary_text(scenario, other, wall_s=1.0)
+    assert "all workers work all the time\n" in text
+    eager = scenario.settings.model_copy(update={"is_eager": True})
+    text = summary_text(replace(scenario, settings=eager), other, wall_s=1.0)
+    assert "all the time and groups are granted just in time\n" in text
 
 
 @pytest.mark.slow

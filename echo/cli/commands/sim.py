@@ -219,10 +219,11 @@ def summary_text(scenario: Scenario, summary: Summary, *, wall_s: float) -> str:
         f"${summary.cost_of_traffic:.2f}",
     ]
     if abs(summary.mean_staleness - expected.mean_staleness) > STALENESS_APART:
+        settings = scenario.settings
+        is_early = settings.is_eager or not settings.is_paced
         lines.append(
-            "  staleness differs from the model's, which takes a rollout as old as the versions "
-            "that came out while it was sampled; here leases are granted as early as the bound "
-            "allows, so that rollouts of fast workers wait in the buffer"
+            "  staleness differs from the model's, which assumes a long run in which all workers "
+            "work all the time" + (" and groups are granted just in time" if is_early else "")
         )
     lines += _events_text(summary)
     largest = sorted(summary.gigabytes.items(), key=lambda item: -item[1])[:MAX_LINKS]
