@@ -414,9 +414,12 @@ class DecoupledPpoLoss:
 # where m is the weight times mu of an id in H, and alpha the weight times mu / pi of the tail. For
 # a weight clip(pi / mu, lo, hi) of each token, m = clip(pi, lo mu, hi mu) and alpha = clip(1, lo
 # rho, hi rho). For a weight s of a whole rollout, m = s mu and alpha = s rho, both 0 if the rollout
-# is clipped. sum_tail alpha pi grad log pi is -sum_H alpha pi grad log pi, so only H is scored. If
-# H is the whole vocabulary, and rewards do not depend on the token, the expectation of the loss's
-# gradient is exactly 0.
+# is clipped. sum_tail alpha pi grad log pi is -sum_H alpha pi grad log pi, so only H is scored.
+#
+# If H is the whole vocabulary, a constant A has an expected gradient of exactly 0, as long as the
+# prefix and the token determine the weight. s depends on all tokens of the rollout. So with s the
+# expectation of the policy gradient keeps a bias, A E_mu[s (score - E_mu[score])], which falls with
+# 1 / length.
 #
 # Source: M. Marek, M. Ryabinin, "Score Centering Stabilizes Off-policy Reinforcement Learning",
 # arXiv:2609.20807.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -93,7 +94,7 @@ def test_the_expected_gradient_of_a_constant_advantage_is_0(loss: CispoLoss) -> 
 
 
 def test_with_rewards_it_is_their_covariance_with_the_score() -> None:
-    """E_q[A (w score - E_q[w score])] by enumeration, with w = 1 and with GSPO's weight."""
+    """E_q[A w (score - E_q[score])] by enumeration, with w = 1 and with GSPO's weight."""
     logits = random_logits().requires_grad_()
     sampler = random_logits(seed=1).log_softmax(-1)
     rewards = random_logits(seed=2)
@@ -111,6 +112,31 @@ def test_with_rewards_it_is_their_covariance_with_the_score() -> None:
             (gradient,) = torch.autograd.grad(loss(inputs).loss, logits, retain_graph=True)
             found = found + q[token] * gradient
         assert torch.allclose(found, expected, rtol=1e-9)
+
+
+def test_the_weight_of_a_rollout_leaves_a_bias_that_falls_with_its_length() -> None:
+    """All rollouts of three ids, each drawn alike, with an advantage of 1."""
+    q, p = doubles([0.5, 0.25, 0.25]), doubles([0.3, 0.6, 0.1])
+    logits = p.log().requires_grad_()
+    scores = torch.eye(3, dtype=torch.float64) - p  # of each token, by the logits
+    plain = GspoLoss(clip_low=None, clip_high=None)
+    found = {}
+    for length in (1, 2, 4, 8):
+        tokens = torch.cartesian_prod(*[torch.arange(3)] * length).view(-1, length)
+        shape = (*tokens.shape, 3)
+        inputs = inputs_of(logits.expand(shape), q.log().expand(shape), tokens, 3)
+        chances = q[tokens].prod(1)
+        inputs = replace(inputs, advantages=chances, num_rollouts=1)  # the loss's expectation
+        for k in (0, 3):
+            loss = replace(plain, score_centering=k)(inputs).loss
+            (found[length, k],) = torch.autograd.grad(loss, logits, retain_graph=True)
+        weights = (p / q)[tokens].log().mean(1).exp()
+        bias = ((chances * weights)[:, None] * (scores[tokens] - q @ scores).mean(1)).sum(0)
+        assert torch.allclose(found[length, 3], -bias, atol=1e-15)
+    assert torch.allclose(found[1, 0], torch.zeros(3, dtype=torch.float64), atol=1e-15)
+    assert torch.allclose(found[1, 3], doubles([0.2, -0.35, 0.15]))
+    sizes = [float(found[length, 3].norm()) for length in (1, 2, 4, 8)]
+    assert all(0.4 < late / early < 0.55 for early, late in itertools.pairwise(sizes))
 
 
 # ---------------------------------------------------------------------------------- the tail
