@@ -107,8 +107,9 @@ class Trainer:
             optimizer: the settings of the updates in a step.
             temperature: sampling temperature, > 0.
             advantages: settings of the advantages; None for the defaults.
-            scales_by_ess: whether to multiply the learning rate of each update by the square root
-                of the effective sample size (`rollout_ess`).
+            scales_by_ess: whether `step` multiplies the learning rate of each of its updates by the
+                square root of the effective sample size (`rollout_ess`). `optim_step` takes the
+                rate of the settings that it is given.
             reference: the frozen reference policy, if the loss needs a reference. Checkpoints do
                 not contain it.
             rescoring: settings of `rescore`; None if `rescore` is not used.

@@ -88,6 +88,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offloading": {"gradient_checkpointing": "offload", "optimizer_state": "offloaded"},
     "minibatches": {"optimizer": TWO_UPDATES, "loss": LOSSES["decoupled_ppo"]},
     "whole groups": {"loss": Touchy()},
+    "scaled by ess": {"scales_by_ess": True},
 }
 
 
