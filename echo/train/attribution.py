@@ -5,7 +5,7 @@ the learner's present probability, v the probability under the version that samp
 mu the probability that the worker recorded:
 
     staleness     log pi'(t) - log v(t)          pi' uses weights rounded as for publication
-    truncation    log v(t) - log v_cut(t)        v_cut is v after top_k and top_p; at most 0
+    truncation    log v(t) - log v_cut(t)        v_cut is v after min_p, top_k, top_p; at most 0
     numerics      log v_cut(t) - log mu(t)       the worker's engine computes differently,
                   + log pi(t) - log pi'(t)       and publishing rounds the weights
     tokenisation  0                              workers send token ids and not text

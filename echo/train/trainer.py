@@ -411,7 +411,7 @@ class Trainer:
 
         Returns:
             For each group and rollout, [T, 2] nats: log-probabilities at the sampling temperature,
-            and the log of the probability that top_k and top_p leave.
+            and the log of the probability that min_p, top_k and top_p leave.
 
         Raises:
             StorageError: if the file cannot be read.

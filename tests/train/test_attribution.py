@@ -108,7 +108,7 @@ def with_noise(groups: Sequence[Group], spread: float) -> list[Group]:
 
 
 def cut(groups: Sequence[Group], model_dir: Path, weights: Weights, **changes: Any) -> list[Group]:
-    """The same groups with the sampler's log-probs after top_k or top_p."""
+    """The same groups with the sampler's log-probs after min_p, top_k or top_p."""
     policy = frozen(model_dir)
     policy.load(weights)
     result = []
@@ -165,12 +165,12 @@ def test_engine_numerics_and_rounded_weights_are_found(
     assert found["staleness"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("changes", [{"top_k": 20, "top_p": 0.7}, {"min_p": 0.3}])
 @pytest.mark.slow
 def test_truncation_is_found(
-    make_trainer: MakeTrainer, measure: Measure, tiny_model_dir: Path
+    make_trainer: MakeTrainer, measure: Measure, tiny_model_dir: Path, changes: dict[str, float]
 ) -> None:
     trainer = fast(make_trainer)
-    changes = {"top_k": 20, "top_p": 0.7}
     weights = trainer.snapshot()
     groups = cut(make_groups(), tiny_model_dir, weights, **changes)
     found = measure(trainer, groups, {V0: weights}, **changes)

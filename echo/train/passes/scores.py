@@ -56,8 +56,8 @@ class TokenScores:
         """Return the scores [T, 2] of each row under the rescorer's present weights.
 
         Returns:
-            Log-probability of each token, and the log of the probability that top_k and top_p
-            leave.
+            Log-probability of each token, and the log of the probability that min_p, top_k and
+            top_p leave.
 
         Raises:
             MemoryShortageError: if this process trains alone, and its memory was too small.
