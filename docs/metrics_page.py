@@ -46,7 +46,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "groups/all_wrong": "Share whose rewards are equal and 0 or less.",
         "groups/mixed": "Share that several policy versions sampled.",
         "groups/dropped/*": "Groups that did not count towards the step, by reason, as a share: "
-        "`zero_variance`, `no_opinion`, `all_masked`, `lost_member`, `no_likely`.",
+        "`zero_variance`, `no_opinion`, `all_masked`, `lost_member`, `no_support`, `no_likely`.",
     },
     "Staleness and off-policy": {
         "staleness/mean": "Mean staleness of the trained tokens, optimizer steps.",

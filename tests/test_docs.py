@@ -28,6 +28,7 @@ from echo.core.extras import ROLES
 from echo.core.records import Record
 from echo.tasks.environment import Environment
 from echo.tasks.task import Example, load_task
+from echo.train import batch
 from echo.wire.messages import REASONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -384,6 +385,13 @@ def test_the_reasons_that_it_explains_are_those_that_there_are() -> None:
     of_nodes = {"digest_mismatch", "name_taken", "protocol_version", "too_many_nodes"}
     assert set(explained) - of_nodes - {"duplicates"} == REASONS
     assert len(explained) == len(set(explained))
+
+
+def test_the_metrics_name_every_reason_why_a_group_is_left_out() -> None:
+    reasons = re.findall(r"^    (\w+)  +", batch.__doc__ or "", re.M)
+    left_out = reasons[reasons.index("bad_support") + 1 :]
+    said = spans(metrics_page.MEANINGS["Groups"]["groups/dropped/*"])
+    assert sorted(said) == sorted([*left_out, "no_opinion"])
 
 
 def test_every_reason_is_given_somewhere() -> None:
