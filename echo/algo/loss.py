@@ -60,7 +60,8 @@ class LossNeeds:
     """
     likely_ids: int = 0
     """Number of likely ids per token that `LossInputs.likely` needs; 0 for none. Workers send this
-    number of the sampler's most likely ids, with their log-probabilities.
+    number of the sampler's most likely ids, with their log-probabilities. Sampling must then not be
+    truncated.
     """
 
 

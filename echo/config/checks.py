@@ -12,7 +12,7 @@ from typing import Any
 
 from echo.config.fields import Role, has_secret
 from echo.config.layers import Problem
-from echo.config.losses import ClippedSection
+from echo.config.losses import MAX_LIKELY_IDS, ClippedSection
 from echo.config.schema import Config, EvalSection, kinds_of, leaves, show
 from echo.core.units import format_bytes
 from echo.wire.codec import BYTES_PER_BRANCH, BYTES_PER_TOKEN, MAX_ARRAY_BYTES
@@ -33,9 +33,8 @@ def check_config(config: Config, role: Role | None) -> list[Problem]:
         *_check_exact_version(config),
         *_check_network(config),
         *_check_security(config),
-        *_check_group_bytes(config),
+        *check_likely_ids(config, likely_ids_of(config), "loss.score_centering"),
         *_check_dual_clip(config),
-        *_check_centering(config),
         *_check_agent(config),
         *_check_without_effect(config),
         *_check_role(config, role),
@@ -150,68 +149,84 @@ def _check_dual_clip(config: Config) -> Iterator[Problem]:
         )
 
 
-def _check_centering(config: Config) -> Iterator[Problem]:
-    """Refuse score centering with truncated sampling.
-
-    Centering compares the learner's and the sampler's log-probabilities of the likely ids. The
-    learner normalises over the whole vocabulary. A truncated sampler normalises only over a part of
-    the vocabulary.
-    """
-    if not likely_ids_of(config):
-        return
-    for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("min_tokens", 0)):
-        if getattr(config.sampling, name) != off:
-            yield _problem(
-                "truncates what workers sample, and loss.score_centering compares the whole "
-                f"distributions of learner and sampler: write sampling.{name} = {off}, or remove "
-                "loss.score_centering",
-                f"sampling.{name}",
-                "loss.score_centering",
-            )
-
-
 def likely_ids_of(config: Config) -> int:
-    """Return the number of likely ids per token that the configured loss needs."""
+    """Return the number of likely ids per token that the configured loss needs.
+
+    The needs of a custom loss are known only to the learner, which loads its code.
+    """
     number: int = getattr(config.loss, "score_centering", 0)
     return number
 
 
-def _check_group_bytes(config: Config) -> Iterator[Problem]:
+def check_likely_ids(config: Config, likely: int, cause: str) -> Iterator[Problem]:
+    """Check whether workers can send `likely` ids with each token, as the loss needs; 0 for none.
+
+    `cause` is the key that determines the number.
+    """
+    if likely:
+        yield from _check_whole_distributions(config, cause)
+    if likely > MAX_LIKELY_IDS:
+        yield _problem(
+            f"needs {likely} likely ids of each token, and workers send at most {MAX_LIKELY_IDS}: "
+            "lower LossNeeds.likely_ids",
+            cause,
+        )
+    yield from _check_group_bytes(config, likely, cause)
+
+
+def _check_whole_distributions(config: Config, cause: str) -> Iterator[Problem]:
+    """Refuse truncated sampling, for a loss that needs likely ids.
+
+    The loss compares the learner's and the sampler's log-probabilities of the likely ids. The
+    learner normalises over the whole vocabulary. A truncated sampler normalises only over a part of
+    the vocabulary.
+    """
+    for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("min_tokens", 0)):
+        if getattr(config.sampling, name) != off:
+            yield _problem(
+                f"truncates what workers sample, and with {cause} = {show(_value(config, cause))} "
+                "the loss compares the whole distributions of learner and sampler, by their likely "
+                f"ids: write sampling.{name} = {off}, or change {cause}",
+                f"sampling.{name}",
+                cause,
+            )
+
+
+def _check_group_bytes(config: Config, likely: int, cause: str) -> Iterator[Problem]:
     """Refuse settings whose largest group does not fit into the largest message."""
     tokens, key = config.max_chain_tokens, "sampling.max_completion_tokens"
     if tokens > config.sampling.max_completion_tokens:
         key = "agent.max_session_tokens"
     size = config.batch.group_size
-    bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely_ids_of(config)
+    bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely
     num_bytes = size * tokens * bytes_per_token
     if num_bytes > MAX_ARRAY_BYTES:
+        beside = f" and {likely} likely ids of each token ({cause})" if likely else ""
         yield _problem(
-            f"makes groups of up to {format_bytes(num_bytes)} with batch.group_size = {size}; a "
-            f"group travels in one message of at most {format_bytes(MAX_ARRAY_BYTES)}: at most "
-            f"{MAX_ARRAY_BYTES // (size * bytes_per_token)} tokens",
+            f"makes groups of up to {format_bytes(num_bytes)} with batch.group_size = {size}"
+            f"{beside}; a group travels in one message of at most {format_bytes(MAX_ARRAY_BYTES)}: "
+            f"at most {MAX_ARRAY_BYTES // (size * bytes_per_token)} tokens",
             key,
             "batch.group_size",
         )
-    likely = likely_ids_of(config)
     if likely * tokens > MAX_IDS:
         yield _problem(
-            f"makes rollouts of up to {likely * tokens} likely ids with loss.score_centering = "
-            f"{likely}; a rollout has at most {MAX_IDS}: at most {MAX_IDS // likely} tokens",
+            f"makes rollouts of up to {likely * tokens} likely ids, {likely} of each token "
+            f"({cause}); a rollout has at most {MAX_IDS}: at most {MAX_IDS // likely} tokens",
             key,
-            "loss.score_centering",
+            cause,
         )
 
 
-def max_tree_tokens(config: Config) -> int | None:
+def max_tree_tokens(config: Config, likely: int) -> int | None:
     """Return the largest number of tokens that all chains of an agent's rollout may have together.
 
     A rollout must fit into one micro-batch, and its group into one message. If likely ids are sent
-    with each token, a rollout may have at most MAX_IDS of them. A conversation with
-    `agent.max_session_tokens` is allowed in any case. Without agents, the result is None.
+    with each token, `likely` in number, a rollout may have at most MAX_IDS of them. A conversation
+    with `agent.max_session_tokens` is allowed in any case. Without agents, the result is None.
     """
     if config.agent.listen is None:
         return None
-    likely = likely_ids_of(config)
     bytes_per_token = BYTES_PER_TOKEN + BYTES_PER_LIKELY_ID * likely
     most = MAX_ARRAY_BYTES // (config.batch.group_size * (bytes_per_token + BYTES_PER_BRANCH))
     most = min(most, MAX_IDS // likely) if likely else most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echo.config.checks import max_tree_tokens
+from echo.config.checks import likely_ids_of, max_tree_tokens
 from echo.config.load import parse_config
 from echo.core.errors import ConfigError
 
@@ -129,4 +129,6 @@ def test_a_wide_range_does_without_them() -> None:
 def test_the_chains_of_a_rollout_have_no_more_likely_ids_than_a_rollout_may_have() -> None:
     agents = "agent.listen=tcp://127.0.0.1:0 agent.max_session_tokens=1000 batch.group_size=2"
     centered = "loss.kind=gspo loss.score_centering=1024 learner.micro_batch_tokens=16384"
-    assert max_tree_tokens(parse_config({}, f"{agents} {centered}".split())) == 4096
+    config = parse_config({}, f"{agents} {centered}".split())
+    assert max_tree_tokens(config, likely_ids_of(config)) == 4096
+    assert max_tree_tokens(config, 2048) == 2048

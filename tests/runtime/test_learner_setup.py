@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +76,20 @@ def trainer_for(
     trainer = build_trainer(config, model_dir, start, lora)
     assert isinstance(trainer, Trainer)
     return trainer
+
+
+@pytest.fixture
+def own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
+    """Returns the import path of a loss of the user's that needs this number of likely ids."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def write(likely: int) -> str:
+        name = f"needy_{likely}"
+        (tmp_path / f"{name}.py").write_text(NEEDY.replace("{}", str(likely)))
+        importlib.invalidate_caches()
+        return f"{name}:centered"
+
+    return write
 
 
 def pull(trainer: Trainer) -> float:
@@ -206,6 +222,77 @@ def test_there_is_no_reference_and_one_update_unless_more_is_asked_for(model_dir
     moments = trainer.adapters.progress.optimizer.tensors()
     assert {int(part) for name, part in moments.items() if name.endswith("/step")} == {2}
     assert trainer.refusal(EQUAL) == "zero_variance"
+
+
+NEEDY = """
+from echo.algo.loss import LossNeeds
+
+def centered(inputs):
+    raise NotImplementedError
+
+centered.needs = LossNeeds(likely_ids={})
+"""
+TRUNCATED = {"top_p": (0.9, 1), "top_k": (5, 0), "min_p": (0.1, 0), "min_tokens": (2, 0)}
+
+
+@pytest.mark.parametrize("key", TRUNCATED)
+def test_a_loss_of_the_users_that_needs_likely_ids_refuses_truncated_sampling(
+    key: str, model_dir: Path, own_loss: Callable[[int], str]
+) -> None:
+    """The code tells what the loss needs, so the configuration alone is not refused."""
+    value, off = TRUNCATED[key]
+    loss = {"kind": own_loss(8)}
+    config = make_config(model_dir, loss=loss, sampling={key: value})
+    said = (
+        rf"^sampling\.{key} = {value}: truncates .* loss\.kind = \"needy_8:centered\" .* {off}, or"
+    )
+    with pytest.raises(ConfigError, match=said):
+        build_trainer(config, model_dir, START)
+    with pytest.raises(ConfigError, match=said):
+        setup.check_models(config, model_dir)
+    setup.check_models(make_config(model_dir, loss=loss), model_dir)
+
+
+def test_the_likely_ids_of_a_loss_of_the_users_have_to_fit_into_a_message(
+    model_dir: Path, own_loss: Callable[[int], str]
+) -> None:
+    def check(likely: int, tokens: int, size: int) -> None:
+        config = make_config(
+            model_dir,
+            loss={"kind": own_loss(likely)},
+            sampling={"max_completion_tokens": tokens},
+            batch={"group_size": size},
+        )
+        setup.check_models(config, model_dir)
+
+    # The same limits as in tests/config/test_checks.py, where score centering needs the ids.
+    check(32, 3554, 100)
+    with pytest.raises(ConfigError, match=r"32 likely ids .*loss\.kind.*at most 3554 tokens"):
+        check(32, 3555, 100)
+    check(1024, 4096, 2)
+    with pytest.raises(
+        ConfigError, match=r"1024 of each token \(loss\.kind\).*at most 4096 tokens"
+    ):
+        check(1024, 4097, 2)
+    with pytest.raises(ConfigError, match=r"^loss\.kind = .*needs 1025 likely ids.*at most 1024"):
+        check(1025, 16, 2)
+
+
+def test_a_loss_of_the_users_tells_how_large_the_rollouts_of_agents_may_become(
+    model_dir: Path, tmp_path: Path, own_loss: Callable[[int], str]
+) -> None:
+    config = make_config(
+        model_dir,
+        loss={"kind": own_loss(1024)},
+        agent={"listen": "tcp://127.0.0.1:0", "max_session_tokens": 1000},
+        learner={"micro_batch_tokens": 16384},
+        batch={"group_size": 2},
+    )
+    data: Any = SimpleNamespace(lora=None, vocab_size=10, digests={}, read_assets=dict)
+    identity: Any = SimpleNamespace(run_id="run", key=None)
+    settings = setup.learner_settings(config, data, identity, "", run_dir=tmp_path, expected={})
+    assert settings.admission.settings["likely_ids"] == 1024
+    assert settings.leases.max_tree_tokens == settings.admission.settings["max_tree_tokens"] == 4096
 
 
 @pytest.mark.slow
@@ -533,5 +620,5 @@ def test_the_evaluation_of_several_ranks_has_no_weights_of_its_own(model_dir: Pa
 def test_groups_are_granted_just_in_time_unless_more_are_wanted(
     sections: dict[str, Any], is_eager: bool
 ) -> None:
-    settings = setup.lease_settings(parse_config(sections), vocab_size=10)
+    settings = setup.lease_settings(parse_config(sections), vocab_size=10, max_tree_tokens=None)
     assert settings.is_eager is is_eager

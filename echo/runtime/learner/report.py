@@ -46,8 +46,8 @@ _ADVICE = {
     "prompts",
     "all_masked": "no token of them is trained on: with loss.overlong_filter completions that are "
     "cut off are not; raise sampling.max_completion_tokens, or switch the filter off",
-    "no_likely": "loss.score_centering needs the likely ids of each token, and its worker sends "
-    "none: start workers of this release",
+    "no_likely": "this loss needs the likely ids of each token, and its worker sends none: start "
+    "workers of this release",
     "no_support": "a token was drawn from more ids than a rollout carries, and the range of this "
     "loss is too narrow for its ratio in the whole vocabulary: lower sampling.top_p, set "
     "sampling.top_k, or widen the loss's range (loss.clip_low)",

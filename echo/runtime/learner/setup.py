@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from echo.algo.corrections import MaskedLoss, RolloutMasks
 from echo.algo.loss import Loss, needs_of
 from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
-from echo.config.checks import max_tree_tokens
+from echo.config.checks import check_likely_ids, max_tree_tokens
 from echo.config.layers import flatten
 from echo.config.load import inherited_settings, resolved, save_resolved
 from echo.config.memory.budget import (
@@ -29,9 +29,9 @@ from echo.config.memory.budget import (
     read_machine,
 )
 from echo.config.memory.models import find_model, read_model_facts
-from echo.config.schema import AgentSection, Config, RolloutSection
+from echo.config.schema import AgentSection, Config, RolloutSection, show
 from echo.core.buffer import StalenessBuffer
-from echo.core.errors import ConfigError, DataError
+from echo.core.errors import ConfigError, DataError, in_one
 from echo.core.extras import command
 from echo.core.monitoring.metrics import LearningCurve
 from echo.core.paths import local_path
@@ -398,7 +398,7 @@ def make_trainer(
     trainer = Trainer(
         source,
         compute,
-        loss=build_loss(config),
+        loss=checked_loss(config),
         optimizer=_optimizer_settings(config),
         temperature=config.sampling.temperature,
         advantages=_advantage_settings(config),
@@ -541,7 +541,7 @@ def check_models(config: Config, model_dir: Path, *, has_weights: bool = True) -
     Raises:
         EchoError: the error that `make_trainer` would raise.
     """
-    build_loss(config)
+    checked_loss(config)
     lora, compute = learner_lora(config, model_dir), _compute(config)
     source = initial_model(config, model_dir, lora)
     base_dir = model_dir if lora is None else lora.base_dir
@@ -584,6 +584,26 @@ def build_loss(config: Config) -> Loss:
         coef=reference.kl_coef,
         estimator=reference.kl_estimator,
     )
+
+
+def checked_loss(config: Config) -> Loss:
+    """Return the policy loss. Workers can send the likely ids that it needs.
+
+    The configuration checks this for Echo's own losses. The needs of a custom loss are in its code.
+
+    Raises:
+        ConfigError: if sampling is truncated, or the likely ids do not fit into a message.
+    """
+    loss = build_loss(config)
+    problems = check_likely_ids(config, needs_of(loss).likely_ids, "loss.kind")
+    lines = [
+        f"{section}.{name} = {show(getattr(getattr(config, section), name))}: {problem.text}"
+        for problem in problems
+        for section, name in problem.paths[:1]
+    ]
+    if lines:
+        raise ConfigError(in_one("configuration", lines))
+    return loss
 
 
 def find_reference(config: Config, model_dir: Path, lora: Lora | None) -> ModelSource | None:
@@ -838,7 +858,8 @@ def learner_settings(
     Raises:
         DataError: if an adapter's base model is missing or changed, or a file is too large to send.
     """
-    network, tree, base = config.network, max_tree_tokens(config), {}
+    likely = needs_of(build_loss(config)).likely_ids
+    network, tree, base = config.network, max_tree_tokens(config, likely), {}
     if data.lora is not None:
         base = base_settings(
             config.model, data.lora, config.learner.init_from, run_dir, is_resumed=is_resumed
@@ -851,7 +872,7 @@ def learner_settings(
             settings=inherited_settings(config)
             | base
             | code_settings(config.task, config.reward)
-            | {LIKELY_IDS: needs_of(build_loss(config)).likely_ids}
+            | {LIKELY_IDS: likely}
             | ({} if tree is None else {MAX_TREE_TOKENS: tree})
             | {EXPECTED: dict(expected)},
             assets=data.read_assets(),
@@ -860,7 +881,7 @@ def learner_settings(
             dead_after_s=network.dead_after_s,
             time_of_day=time.time,
         ),
-        leases=lease_settings(config, vocab_size=data.vocab_size),
+        leases=lease_settings(config, vocab_size=data.vocab_size, max_tree_tokens=tree),
         site=Site(
             LEARNER_ID,
             "learner",
@@ -872,7 +893,9 @@ def learner_settings(
     )
 
 
-def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
+def lease_settings(
+    config: Config, *, vocab_size: int, max_tree_tokens: int | None
+) -> LeaseSettings:
     """Return the learner's settings for leases and groups."""
     batch = config.batch
     return LeaseSettings(
@@ -884,7 +907,7 @@ def lease_settings(config: Config, *, vocab_size: int) -> LeaseSettings:
         heartbeat_s=config.network.heartbeat_s,
         max_zero_signal_groups=batch.groups_per_step * batch.max_zero_signal_batches,
         prompts_are_free=config.agent.listen is not None,
-        max_tree_tokens=max_tree_tokens(config),
+        max_tree_tokens=max_tree_tokens,
         trims_stale=config.trims_stale,
         hedge_factor=config.leases.hedge_factor or None,
         # A batch that stops early needs more groups under way than it waits for.
