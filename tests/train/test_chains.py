@@ -14,23 +14,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo.algo.loss import LossInputs, needs_of
+from echo.algo.loss import LikelyIds, Loss, LossInputs, needs_of
 from echo.algo.losses import ReferenceKlLoss, make_loss
 from echo.core.chains import Tree
 from echo.core.rollout import Group, Rollout
 from echo.train.models.policy import ModelSource
 from echo.train.trainer import Trainer
 from tests.train.test_packing import save_packed
-from tests.train.test_trainer import make_rollout
+from tests.train.test_supports import logprobs_within, with_supports
+from tests.train.test_trainer import make_rollout, with_likely
 from tests.train.trainers import TWO_UPDATES, fast_trainer
 
-LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "dr_grpo": {"max_completion_tokens": 20},
-    "gspo": {"clip_low": 0.9, "clip_high": 9.0},
-    "gepo": {"clip_low": 0.9, "clip_high": 9.0},
-    "oapl": {},
-    "sapo": {},
+WIDE: dict[str, Any] = {"clip_low": 0.9, "clip_high": 9.0}
+LOSSES: dict[str, Loss] = {
+    "grpo": make_loss("grpo"),
+    "dr_grpo": make_loss("dr_grpo", max_completion_tokens=20),
+    "gspo": make_loss("gspo", **WIDE),
+    "gspo centered": make_loss("gspo", score_centering=3, **WIDE),
+    "gepo": make_loss("gepo", **WIDE),
+    "oapl": make_loss("oapl"),
+    "sapo": make_loss("sapo"),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "together": {"packs": True},
@@ -53,19 +56,26 @@ def rollout_of(
 
 
 def branching_group() -> Group:
-    """Four rollouts: chains that branch off sampled tokens, others' branches, prompt, nothing."""
-    rollouts = (
+    """Four rollouts: chains that branch off sampled tokens, others' branches, prompt, nothing.
+
+    Each has likely ids, which only some losses use.
+    """
+    bare = (
         rollout_of(14, [(5, 2), (8, 6), (11, -3), (13, 9)], [0, 5, 11], 1.0),
         rollout_of(6, [], [3], 0.0),
         rollout_of(11, [(4, -1), (7, -7)], [4, 7, 8], 0.0),
         rollout_of(9, [(3, 0), (6, 0)], [], 0.5),
     )
     prompt = np.array([1, 9, 14, 3, 22, 5], np.int32)
+    rollouts = tuple(with_likely(rollout, 3) for rollout in bare)
     return Group(group_id=3, attempt=0, worker_id="w", prompt_ids=prompt, rollouts=rollouts)
 
 
-def logprobs_alone(model: Any, group: Group, rollout: Rollout) -> Tensor:
-    """[T] log-probability of each token in the first of its chains, each chain alone."""
+def distributions_alone(model: Any, group: Group, rollout: Rollout) -> Tensor:
+    """[T, V] log-probabilities of all ids at each token, in its first chain, each chain alone.
+
+    They are within the support of a token that has one, and 0 for a token that follows nothing.
+    """
     num_prompt, num_tokens = len(group.prompt_ids), rollout.num_tokens
     ids = torch.from_numpy(np.concatenate([group.prompt_ids, rollout.token_ids])).long()
     tree = Tree(rollout.branches, num_tokens=num_tokens, num_prompt=num_prompt)
@@ -73,24 +83,51 @@ def logprobs_alone(model: Any, group: Group, rollout: Rollout) -> Tensor:
     for chain in tree.chains:
         places = [place for run in chain for place in range(*run)]
         own = ids[[place + num_prompt for place in places]]
-        logits = model(input_ids=own[None], use_cache=False).logits[0].log_softmax(-1)
+        logits = model(input_ids=own[None], use_cache=False).logits[0]
         for number, place in enumerate(places):
             if place >= 0 and number:
-                found.setdefault(place, logits[number - 1, own[number]])
-    nothing = torch.zeros(())  # a token that follows nothing
-    return torch.stack([found.get(place, nothing) for place in range(num_tokens)])
+                found.setdefault(place, logits[number - 1])
+    nothing = torch.zeros(model.config.vocab_size)
+    rows = torch.stack([found.get(place, nothing) for place in range(num_tokens)])
+    follows = torch.tensor([[place in found] for place in range(num_tokens)])
+    return logprobs_within(rows, rollout).where(follows, 0.0)
+
+
+def own_ids(rows: Tensor, rollout: Rollout) -> Tensor:
+    """[T] of each token the log-probability of its id, from those of all ids."""
+    return rows.gather(1, torch.from_numpy(rollout.token_ids).long()[:, None]).squeeze(1)
+
+
+def likely_alone(rows: list[Tensor], group: Group) -> LikelyIds:
+    """The likely ids of all trained tokens, by the log-probabilities of all ids."""
+    width = max(rollout.num_tokens for rollout in group.rollouts)
+    places, learner, sampler = [], [], []
+    for index, rollout in enumerate(group.rollouts):
+        assert rollout.likely is not None
+        for token in np.flatnonzero(rollout.completion_mask).tolist():
+            sets = rollout.likely[token : token + 1]
+            places += [index * width + token] * len(sets.ids)
+            learner.append(rows[index][token, torch.from_numpy(sets.ids).long()])
+            assert sets.logprobs is not None
+            sampler.append(torch.from_numpy(sets.logprobs))
+    return LikelyIds(
+        places=torch.tensor(places),
+        learner_logprobs=torch.cat(learner),
+        sampler_logprobs=torch.cat(sampler),
+    )
 
 
 def pass_alone(trainer: Trainer, group: Group) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradient of a group, whose chains go through the model one by one."""
     batch = trainer.prepare([group])
-    rows = [logprobs_alone(trainer.policy.model, group, each) for each in group.rollouts]
+    rows = [distributions_alone(trainer.policy.model, group, each) for each in group.rollouts]
+    own = [own_ids(*pair) for pair in zip(rows, group.rollouts, strict=True)]
 
     def padded(values: list[Tensor]) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
 
     inputs = LossInputs(
-        learner_logprobs=padded(rows),
+        learner_logprobs=padded(own),
         sampler_logprobs=padded([torch.from_numpy(r.sampler_logprobs) for r in group.rollouts]),
         advantages=torch.tensor([row.advantage for row in batch.samples]),
         completion_mask=padded([torch.from_numpy(r.completion_mask) for r in group.rollouts]),
@@ -100,6 +137,7 @@ def pass_alone(trainer: Trainer, group: Group) -> tuple[float, dict[str, Tensor]
         log_expectation=torch.tensor([row.log_expectation for row in batch.samples])
         if needs_of(trainer.loss).group_expectation
         else None,
+        likely=likely_alone(rows, group) if needs_of(trainer.loss).likely_ids else None,
     )
     output = trainer.loss(inputs)
     output.loss.backward()
@@ -113,28 +151,30 @@ def gradient_of(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def test_chains_have_the_scores_that_each_has_alone(tiny_model_dir: Path) -> None:
-    group = branching_group()
+@pytest.mark.parametrize("group", [branching_group(), with_supports(branching_group())])
+def test_chains_have_the_scores_that_each_has_alone(group: Group, tiny_model_dir: Path) -> None:
     for how in LAYOUTS.values():
         trainer = fast_trainer(tiny_model_dir, **how)
         [scores] = trainer.forward([group])
         for rollout, found in zip(group.rollouts, scores, strict=True):
-            expected = logprobs_alone(trainer.policy.model, group, rollout).detach().numpy()
+            rows = distributions_alone(trainer.policy.model, group, rollout)
+            expected = own_ids(rows, rollout).detach().numpy()
             assert abs(found - expected).max() < 3e-6
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, "with supports"])
 @pytest.mark.slow
-def test_chains_that_share_tokens_train_as_each_does_alone(tiny_model_dir: Path, kind: str) -> None:
+def test_chains_that_share_tokens_train_as_each_does_alone(name: str, tiny_model_dir: Path) -> None:
     """Every sampled token counts once, in its rollout, for losses of tokens, rollouts, groups."""
-    group, sizes = branching_group(), {}
+    group, sizes, loss = branching_group(), {}, LOSSES.get(name, LOSSES["gspo"])
+    if name == "with supports":
+        group = with_supports(group)
     expected: tuple[float, dict[str, Tensor]] | None = None
-    for name, how in LAYOUTS.items():
-        loss = make_loss(kind, **LOSSES[kind])
+    for layout, how in LAYOUTS.items():
         trainer = fast_trainer(tiny_model_dir, loss=loss, **how)
         expected = expected or pass_alone(trainer, group)
         micro_batches = trainer.policy.micro_batches(trainer.prepare([group]).samples)
-        sizes[name] = sum(micro.input_ids.numel() for _, micro in micro_batches)
+        sizes[layout] = sum(micro.input_ids.numel() for _, micro in micro_batches)
         trainer.forward_backward(trainer.prepare([group]), trainer.loss)
         gradient = gradient_of(trainer)
         for each, tensor in expected[1].items():

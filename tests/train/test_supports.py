@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from echo.algo import batching
 from echo.algo.losses import make_loss
-from echo.core.rollout import Group, PartialRollout, PolicyVersion
+from echo.core.rollout import Group, PartialRollout, PolicyVersion, Rollout
 from echo.core.token_sets import NOT_RECORDED, TOO_LARGE
 from echo.engine.engine import Request, Sampling
 from echo.engine.hf.engine import TransformersEngine
@@ -69,6 +69,12 @@ def own_logprobs(model: Any, group: Group, index: int) -> Tensor:
     rollout = group.rollouts[index]
     ids = torch.tensor([*group.prompt_ids, *rollout.token_ids])
     logits = model(input_ids=ids[None, :-1]).logits[0, len(group.prompt_ids) - 1 :]
+    own: Tensor = logprobs_within(logits, rollout).gather(1, ids[len(group.prompt_ids) :, None])
+    return own.squeeze(1)
+
+
+def logprobs_within(logits: Tensor, rollout: Rollout) -> Tensor:
+    """[T, V] log-probs of all ids, from their logits, within the support of each token."""
     counts = torch.ones_like(logits, dtype=torch.bool)
     for place in range(rollout.num_tokens):
         support = rollout.support
@@ -76,9 +82,7 @@ def own_logprobs(model: Any, group: Group, index: int) -> Tensor:
             counts[place] = bool(support.lacks[place])
             ids_of = support[place : place + 1].ids.astype(np.int64)
             counts[place, ids_of] = not support.lacks[place]
-    logprobs: Tensor = logits.masked_fill(~counts, -torch.inf).log_softmax(-1)
-    own: Tensor = logprobs.gather(1, ids[len(group.prompt_ids) :, None]).squeeze(1)
-    return own
+    return logits.masked_fill(~counts, -torch.inf).log_softmax(-1)
 
 
 WAYS: dict[str, dict[str, Any]] = {
