@@ -39,44 +39,30 @@ MAX_WORKERS_LISTED = 8
 MAX_NAMES_LISTED = 3
 """Largest number of nodes that an explanation names. Further nodes are only counted."""
 BLOCKED_SHARE = 0.35
-"""A blocking stage is the cause if it takes at least this share of the workers' time."""
-STRAGGLER_TIME = 2.0
-"""A straggler must have sampled for at least this many times the other workers' mean time, during
-waits of the learner."""
-STRAGGLER_FACTOR = 2.0
-"""A straggler must be slower than the median of the other workers by at least this factor."""
-FETCHING_SHARE = 0.5
-"""A link or disk counts as slow if workers fetch for at least this share of their wait for weights.
+"""A blocking stage is the cause if it takes at least this share of the workers' time. The share may
+be less than MOST_SHARE, because engines sample other groups while some groups are blocked."""
+MOST_SHARE = 0.5
+"""This share or more of a wait, of the groups, or of the engines' places counts as most of it."""
+NOTABLE_SHARE = 0.2
+"""A share of time counts if it exceeds this value: of the time in which workers have no groups, or
+in which the staleness bound admits none. A smaller share is no cause of a long wait."""
+IDLE_SHARE = 0.6
+"""If workers have no groups for this share of their time, the fleet is too large for the learner.
+A fleet that samples twice as fast as the learner trains is idle half of the time, and is no fault.
 """
-AHEAD = 1.5
-"""If a parent has more than this many times as many chunks as its child, it does not delay the
-child."""
-DISK_FACTOR = 1.5
-"""A node's disk counts as the limit if the node writes at most this many times as fast as it
-receives."""
-EMPTY_SHARE = 0.5
-"""Engines have too few groups if more than this share of their places for groups is empty on
-average."""
-CLOSED_SHARE = 0.25
-"""The staleness bound limits the engines if it admits no group during more than this share of the
-waiting time."""
-IDLE_SHARE_IN_WAITS = 0.2
-"""If workers have no groups for more than this share of their time, more workers would not help."""
+CLEAR_FACTOR = 1.5
+"""A number is clearly larger than another number if it exceeds this multiple of it. Rates and
+numbers of chunks are only as recent as the last heartbeat."""
+STRAGGLER_FACTOR = 2.0
+"""A straggler must be slower than the median of the other workers by at least this factor. While
+the learner waits, it must also sample for this many times the other workers' mean time, because the
+measured speeds of short groups vary."""
 FEW_ROLLOUTS = 16
 """If an engine samples at most this many concurrent rollouts, more rollouts usually take almost the
 same time."""
 SATURATED_SCALING = 0.2
 """An engine is saturated, for example by its cores, if its scaling is below this value: three times
 the rollouts make at most 1.25 times the tokens per second."""
-USELESS_SHARE = 0.5
-"""If more than this share of groups gave no training signal, useless groups are the cause."""
-IDLE_SHARE = 0.6
-"""If workers have no groups for this share of their time, the fleet is too large for the learner.
-"""
-IDLE_SHARE_NEEDLESS = 0.2
-"""Used instead of IDLE_SHARE if a setting slows down the learner unnecessarily."""
-LARGE_PART = 0.4
-"""Publishing or saving is the bottleneck if it takes more than this share of a step."""
 
 
 SERVING_AGENTS = "serving agents"
@@ -225,11 +211,12 @@ class ObservedFleet:
         """Return the nodes that are fetching weights on the path from a worker up to the learner.
 
         The path ends at a node whose parent is the learner. It also ends if the parent has the
-        whole version, or AHEAD times as many chunks as the node.
+        whole version, or CLEAR_FACTOR times as many chunks as the node.
         """
         path = [worker]
         while (parent := self.node(path[-1].parent)) is not None and parent.is_fetching:
-            if parent in path or parent.num_chunks_held > max(AHEAD * path[-1].num_chunks_held, 4):
+            most = max(CLEAR_FACTOR * path[-1].num_chunks_held, 4)
+            if parent in path or parent.num_chunks_held > most:
                 break
             path.append(parent)
         return path
@@ -575,7 +562,7 @@ def _weights(tally: Tally, names: Sequence[str]) -> Explanation:
     fleet = tally.seen[WaitStage.WEIGHTS]
     start = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'waits', 'wait')} for"
     waited_s = tally.in_waits()[WaitStage.WEIGHTS]
-    if sum(tally.slow_hops.values()) < FETCHING_SHARE * waited_s:
+    if sum(tally.slow_hops.values()) < MOST_SHARE * waited_s:
         waiting = [worker for worker in fleet.workers if worker.name in names]
         installing = [each for each in waiting if each.is_installing]
         if installing:
@@ -612,7 +599,7 @@ def _slow_hop(fleet: ObservedFleet, node: ObservedNode, chain: str) -> Explanati
     writes = node.write_bytes_per_s
     # If the disk is slower than the link, chunks come in bursts, whose rate may be unknown.
     comes = node.bytes_per_s or node.recent_bytes_per_s
-    if writes is not None and writes <= DISK_FACTOR * comes:
+    if writes is not None and writes <= CLEAR_FACTOR * comes:
         return Explanation(
             "slow_disk", f"disk of {node.name}", "network.store_dir",
             f"{chain}, which writes {format_bytes(writes)}/s",
@@ -652,7 +639,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
     num_delivered = tally.num_accepted + num_useless
     # With these groups, the step would lack none.
     is_enough = num_useless >= fleet.num_missing
-    if is_enough and num_useless > USELESS_SHARE * num_delivered:
+    if is_enough and num_useless >= MOST_SHARE * num_delivered:
         reasons = ", ".join(f"{n} {reason}" for reason, n in tally.useless.most_common())
         return Explanation(
             "useless_groups", "task", "batch.group_size",
@@ -676,10 +663,10 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
     places = [worker.num_places for worker in samplers if worker.num_places]
     used = tally.used_places_s / tally.places_s if tally.places_s else 1.0
     chain = f"{_missing(fleet)}: {_names(names)} {_verb(names, 'samples', 'sample')}"
-    is_idle = tally.idle_share > IDLE_SHARE_IN_WAITS
-    is_closed = tally.closed_s > CLOSED_SHARE * tally.waited_s
+    is_idle = tally.idle_share > NOTABLE_SHARE
+    is_closed = tally.closed_s > NOTABLE_SHARE * tally.waited_s
     is_saturated = bool(samplers) and all(worker.is_saturated for worker in samplers)
-    if is_idle or (used < 1 - EMPTY_SHARE and is_closed and not is_saturated):
+    if is_idle or (used < MOST_SHARE and is_closed and not is_saturated):
         remedy = "raise sync.max_staleness or batch.groups_per_step"
         return Explanation(
             "few_in_flight", "staleness bound", "sync.max_staleness",
@@ -689,7 +676,7 @@ def _sampling(tally: Tally, fleet: ObservedFleet) -> Explanation:
         )  # fmt: skip
     limited = [worker for worker in samplers if worker.num_places and not worker.is_saturated]
     is_few = bool(places) and max(places) * fleet.group_size <= FEW_ROLLOUTS
-    if limited and is_few and used >= 1 - EMPTY_SHARE:
+    if limited and is_few and used >= MOST_SHARE:
         few = _few_places(fleet, limited, chain)
         if few is not None:
             return few
@@ -727,7 +714,7 @@ def _straggler(tally: Tally, fleet: ObservedFleet) -> Explanation | None:
         return None
     usual = median(others)
     others_s = (sum(times.values()) - times[name]) / len(others)
-    if times[name] < STRAGGLER_TIME * others_s or usual < STRAGGLER_FACTOR * worker.speed:
+    if times[name] < STRAGGLER_FACTOR * others_s or usual < STRAGGLER_FACTOR * worker.speed:
         return None
     off = fleet.hedge_factor is None
     hedge = "set leases.hedge_factor = 2 so that a faster worker samples such groups, too, or "
@@ -789,7 +776,7 @@ def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
     If the workers had enough groups, return None.
     """
     share = tally.idle_share
-    if share < (IDLE_SHARE_NEEDLESS if parts.is_recomputing else IDLE_SHARE):
+    if share < (NOTABLE_SHARE if parts.is_recomputing else IDLE_SHARE):
         return None
     chain = (
         f"workers have no groups {share:.0%} of the time: the learner is the bottleneck, its step "
@@ -801,13 +788,13 @@ def explain_idle(tally: Tally, parts: StepParts) -> Explanation | None:
             f"{chain}, and recomputes activations that would fit into its memory",
             'set learner.gradient_checkpointing = "auto"',
         )  # fmt: skip
-    if parts.publish_s > LARGE_PART * parts.step_s:
+    if parts.publish_s > max(parts.train_s, parts.save_s):
         return Explanation(
             "slow_publishing", "learner", "sync.publish_period",
             f"{chain} and making versions {format_duration(parts.publish_s)}",
             "raise sync.publish_period",
         )  # fmt: skip
-    if parts.save_s > LARGE_PART * parts.step_s:
+    if parts.save_s > parts.train_s:
         return Explanation(
             "slow_checkpoints", "disk of the learner", "checkpoint.interval_steps",
             f"{chain} and writing checkpoints {format_duration(parts.save_s)}",

@@ -239,6 +239,8 @@ def test_workers_that_are_joining_are_named_and_no_others_asked_for() -> None:
         ({}, "slow_learner"),
         ({"publish_s": 5.0}, "slow_publishing"),
         ({"save_s": 5.0}, "slow_checkpoints"),
+        ({"train_s": 4.5, "publish_s": 4.4}, "slow_learner"),
+        ({"train_s": 2.0, "publish_s": 3.0, "save_s": 3.5}, "slow_checkpoints"),
         ({"is_recomputing": True}, "needless_checkpointing"),
     ],
 )
