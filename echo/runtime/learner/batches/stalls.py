@@ -2,9 +2,8 @@
 
 The learner observes its fleet when its own activity changes. The workers' states change soon after
 that, for example after a new version or a new batch. So the learner observes the fleet again after
-FIRST_LOOK_S. The next pauses double up to LOOK_S, and later pauses last a heartbeat interval. If a
-pause were too long, a short state, such as the fetching of a version, would count for the whole
-pause.
+FIRST_LOOK_S. The next pauses double, up to a heartbeat interval. If a pause were too long, a short
+state, such as the fetching of a version, would count for the whole pause.
 
 The times between observations are added up for each step (`echo/fleet/explain.py`). An explanation
 is made
@@ -47,11 +46,9 @@ from echo.runtime.learner.report import Progress
 
 FIRST_LOOK_S = 0.05
 """Smallest time from a change of the learner's activity to the next observation, seconds."""
-LOOK_S = 0.5
-"""Largest pause between observations while the pauses double, seconds. They double after a change
-of the learner's activity. Later pauses last a heartbeat interval."""
 LOOK_S_PER_NODE = 1e-3
-"""Smallest time between two observations, seconds per node of the fleet."""
+"""Smallest time between two observations, seconds per node of the fleet, because the work of an
+observation grows with the fleet."""
 MIN_WAIT_S = 10.0
 """Waits up to this many seconds always count as usual."""
 STEADY_WAIT_S = 2.0
@@ -150,9 +147,9 @@ class Stalls:
 
     def check(self, now: float) -> None:
         """Observe the fleet if an observation is due, and explain a long wait."""
-        if now < self._looked_at + max(self._pause_s, LOOK_S_PER_NODE * len(self._fleet.nodes)):
+        if now < self._look_at:
             return
-        self._pause_s = min(LOOK_S, 2 * self._pause_s)
+        self._pause_s = min(self._role.settings.leases.heartbeat_s, 2 * self._pause_s)
         self._count(now)
         self._look(now)
         if self._role.is_paused:
@@ -172,14 +169,18 @@ class Stalls:
 
     async def watch(self) -> None:
         """Observe the fleet and explain long waits, until cancelled."""
-        heartbeat_s = self._role.settings.leases.heartbeat_s
         while True:
             self._has_turned.clear()
             with suppress(TimeoutError):
-                pause_s = self._pause_s if self._pause_s < LOOK_S else heartbeat_s
-                async with asyncio.timeout(min(pause_s, heartbeat_s)):
+                async with asyncio.timeout_at(self._look_at):
                     await self._has_turned.wait()
             self.check(asyncio.get_running_loop().time())
+
+    @property
+    def _look_at(self) -> float:
+        """Time of the next observation."""
+        least_s = LOOK_S_PER_NODE * len(self._fleet.nodes)
+        return self._looked_at + max(self._pause_s, least_s)
 
     def _count(self, now: float) -> None:
         seconds, self._at = now - self._at, now
