@@ -53,14 +53,11 @@ MIN_WAIT_S = 10.0
 """Waits up to this many seconds always count as usual."""
 STEADY_WAIT_S = 2.0
 """If the last NUM_STEPS steps together waited at most this many seconds, no wait is explained."""
-START_S = 60.0
-"""In the first WARM_UP_STEPS steps, waits up to this many seconds count as usual.
-
-In these steps nodes still join and build their engines.
-"""
 WARM_UP_STEPS = 2
-"""Number of steps in which long waits are usual. The median of a single step's wait would be that
-wait."""
+"""Number of first steps that are left out of the last steps: nodes still join in these steps, and
+build their engines."""
+START_S = 60.0
+"""While no later step has ended, waits up to this many seconds count as usual."""
 USUAL_FACTOR = 2.0
 """A wait is longer than usual only if it exceeds this multiple of the median wait. With a factor
 near 1, half of all waits would be longer than usual."""
@@ -71,9 +68,8 @@ NUM_STEPS steps have waited long if their waits take more than this share of the
 SHORT_SHARE = 0.1
 """The learner hardly waits if its waits take less than this share of the last steps' time."""
 NUM_STEPS = 8
-"""Number of recent steps whose times are added up for an explanation."""
-NUM_USUAL = 20
-"""Number of recent steps that determine the usual wait and the usual duration of a step."""
+"""Number of last steps whose times are added up for an explanation. They also determine the usual
+wait and the usual duration of a step."""
 LOG_S = 60.0
 """Smallest time between two logged explanations, seconds."""
 
@@ -122,8 +118,7 @@ class Stalls:
         self._tally, self._activities = Tally(), Activities(float)
         """The times of the step under way."""
         self._last: deque[tuple[Tally, Activities]] = deque(maxlen=NUM_STEPS)
-        self._usual: deque[tuple[float, float]] = deque(maxlen=NUM_USUAL)
-        """(seconds waited, seconds in total) of each of the last steps."""
+        """The times of each of the last steps after WARM_UP_STEPS."""
         self._num_steps = 0
         self._waited_s = 0.0
         """Seconds that the learner waited in the step under way, before the present wait."""
@@ -216,10 +211,10 @@ class Stalls:
     @property
     def _limit_s(self) -> float:
         """Seconds up to which a step's wait counts as usual."""
-        if len(self._usual) < WARM_UP_STEPS:
+        if not self._last:
             return START_S
-        waited_s = median(waited_s for waited_s, _ in self._usual)
-        step_s = median(step_s for _, step_s in self._usual)
+        waited_s = median(tally.waited_s for tally, _ in self._last)
+        step_s = median(sum(activities.values()) for _, activities in self._last)
         return max(MIN_WAIT_S, USUAL_FACTOR * waited_s, LONG_SHARE * step_s)
 
     # --- explaining ------------------------------------------------------------------------------
@@ -265,8 +260,6 @@ class Stalls:
         is_long = tally.waited_s >= self._limit_s
         if self._num_steps > WARM_UP_STEPS:
             self._last.append((tally, activities))
-        if self._num_steps > 1:
-            self._usual.append((tally.waited_s, sum(activities.values())))
         text = self._explain_steps(tally, is_long=is_long)
         if self.current is not None:
             row["explain"] = _as_row(self.current)
