@@ -20,11 +20,13 @@ time. The sizes measured in this run determine which forms are made, so that nod
   keyframe is due in two cases: this path has more bytes than a new keyframe plus KEYFRAME_MARGIN,
   or more than MAX_STEPS encoded versions. At a learning rate of 1e-6, a keyframe has 2/3 of the
   bytes of a bf16 image, and a delta has 1/116. Then every 16th version gets a keyframe. At 5e-6, a
-  delta has 1/37 of the image's bytes, and every 7th version gets a keyframe. The first version
-  always gets a keyframe if keyframes are clearly smaller than the image.
+  delta has 1/37 of the image's bytes, and every 7th version gets a keyframe. For the first version
+  a keyframe is always begun, because no keyframe has shown its size yet. The image is a path, too:
+  if a keyframe is not much smaller than the image, no further keyframe becomes due.
 * A **delta** is made only if deltas are clearly smaller than the forms without a base. If the last
-  delta was larger than DELTA_SHARE of a keyframe or image, the next versions get no delta. After
-  RETRY_AFTER versions a delta is tried again, because deltas shrink when the learning rate decays.
+  delta was larger than WORTHWHILE_SHARE of a keyframe or image, the next versions get no delta.
+  After RETRY_AFTER versions a delta is tried again, because deltas shrink when the learning rate
+  decays.
 
 With codec = "delta" every version with a base gets a delta. With codec = "auto" a keyframe or delta
 is abandoned if its first segment is hardly smaller than the same part of the image.
@@ -188,9 +190,11 @@ MIN_IMAGE_BYTES = 4 << 20
 
 A smaller image fits into one credit window.
 """
-HOPELESS_SHARE = 0.9
-"""An encoded version is abandoned if its first segment has more than this ratio of coded bytes to
-image bytes.
+WORTHWHILE_SHARE = 0.9
+"""Largest size of an encoded version, as a share of the bytes that nodes would fetch without it.
+
+An encoded version that spares less is not worth its encoding, and a pass over the image at every
+node. A version is abandoned if its first segment has a larger share of its part of the image.
 """
 KEYFRAME_MARGIN = 0.25
 """A new keyframe is due if the present path is larger than that keyframe by more than this share of
@@ -200,17 +204,10 @@ The present path is the last keyframe and all later deltas.
 """
 MAX_STEPS = 16
 """Largest number of encoded versions on the path to the newest version."""
-DELTA_SHARE = 0.8
-"""Largest size of a delta, as a share of the size of the smallest form that needs no base."""
 RETRY_AFTER = 8
-"""A delta is tried again after this number of versions without a delta."""
-KEYFRAME_SHARE = 2 / 3
-"""Assumed ratio of keyframe bytes to image bytes before the first measurement.
-
-The value is typical of bf16 weights in byte planes.
+"""A delta is tried again after this number of versions without a delta. So a run whose deltas stay
+large encodes a useless delta for one version in eight.
 """
-USELESS_SHARE = 0.95
-"""Ratio of keyframe to image bytes above which no keyframes are made."""
 
 
 class FormSchedule:
@@ -225,7 +222,8 @@ class FormSchedule:
         """
         self._codec = codec
         self._full_bytes = 0
-        self._keyframe_bytes: int | None = None
+        self._keyframe_bytes = 0
+        """Size of the last keyframe in bytes; 0 before the first keyframe."""
         self._delta_bytes = 0
         """Size of the last delta in bytes; 0 before the first delta."""
         self._newest: PolicyVersion | None = None
@@ -254,7 +252,7 @@ class FormSchedule:
 
         The arguments are the coded and the decoded size of this segment.
         """
-        return self._codec == "auto" and coded_bytes > HOPELESS_SHARE * image_bytes
+        return self._codec == "auto" and coded_bytes > WORTHWHILE_SHARE * image_bytes
 
     def made(self, item: ItemId, num_bytes: int) -> None:
         """Record that a form of a version was made, with `num_bytes` bytes."""
@@ -274,24 +272,15 @@ class FormSchedule:
             offers: the items of all versions up to the newest, with their sizes in bytes.
             newest: the version that has just been published.
         """
-        keyframe_bytes = self._expected_keyframe_bytes
-        if keyframe_bytes > USELESS_SHARE * self._full_bytes:
-            return False
         path = cheapest_paths((), offers).get(newest)
         return (
             path is None
             or path.num_steps > MAX_STEPS
-            or path.num_bytes > (1 + KEYFRAME_MARGIN) * keyframe_bytes
+            or path.num_bytes > (1 + KEYFRAME_MARGIN) * self._keyframe_bytes
         )
 
     @property
     def _is_delta_due(self) -> bool:
-        alone = min(self._expected_keyframe_bytes, self._full_bytes)
-        is_worthwhile = self._delta_bytes <= DELTA_SHARE * alone
+        alone = min(self._keyframe_bytes or self._full_bytes, self._full_bytes)
+        is_worthwhile = self._delta_bytes <= WORTHWHILE_SHARE * alone
         return is_worthwhile or self._num_since_delta + 1 >= RETRY_AFTER
-
-    @property
-    def _expected_keyframe_bytes(self) -> float:
-        if self._keyframe_bytes is None:
-            return KEYFRAME_SHARE * self._full_bytes
-        return self._keyframe_bytes

@@ -74,15 +74,25 @@ def test_keyframes_follow_the_size_of_the_deltas(ratio: float, period: int) -> N
     assert learner.keyframes == list(range(0, 40, period))
 
 
-def test_keyframes_that_spare_nothing_are_made_once() -> None:
-    learner = Learner(FULL // 100, keyframe_bytes=FULL)
+@pytest.mark.parametrize("share", [0.92, 1.0])
+def test_keyframes_that_spare_nothing_are_made_once(share: float) -> None:
+    learner = Learner(FULL // 100, keyframe_bytes=round(share * FULL))
     for step in range(40):
         learner.publish(step)
     assert learner.keyframes == [0]
 
 
+def test_a_keyframe_shows_its_size_before_a_delta_is_compared_with_it() -> None:
+    learner = Learner(round(0.7 * FULL))
+    learner.plan.begin(FULL, has_base=False)
+    learner.plan.made((v(0), Form("delta", v(-1))), learner.delta_bytes)
+    assert learner.plan.begin(FULL, has_base=True) == "delta", "no keyframe is known to be smaller"
+    learner.plan.made((v(0), Form("keyframe")), learner.keyframe_bytes)
+    assert learner.plan.begin(FULL, has_base=True) == "keyframe"
+
+
 def test_deltas_that_spare_little_are_tried_again_from_time_to_time() -> None:
-    learner = Learner(FULL * 6 // 10)
+    learner = Learner(FULL * 65 // 100)
     for step in range(20):
         learner.publish(step)
     assert learner.deltas == [1, 1 + RETRY_AFTER, 1 + 2 * RETRY_AFTER]
