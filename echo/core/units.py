@@ -8,7 +8,7 @@ sizes are powers of two. Ambiguous units are refused: "5m" may be minutes or mon
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import TypeGuard
 
@@ -120,6 +120,18 @@ def format_bytes(num_bytes: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun, whose plural ends in s: "1 group", "2 groups"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+MAX_LISTED = 5
+"""Largest number of names that a message lists, so that it stays short. The rest is counted."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names for a message: "a, b", or "a, b, c, d, e and 3 more"."""
+    found = list(names)
+    more = len(found) - MAX_LISTED
+    text = ", ".join(found[:MAX_LISTED])
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def _is_amount(value: object) -> TypeGuard[int | float]:

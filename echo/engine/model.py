@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,7 @@ from transformers.models.auto.modeling_auto import (
 from echo.config.memory.models import check_unquantised, find_model, read_model_facts
 from echo.config.schema import LearnerSection, ModelSection, SamplingSection, WorkerSection
 from echo.core.errors import ConfigError, DataError, EngineError, StorageError
+from echo.core.units import listed
 from echo.engine import hub
 from echo.engine.engine import Sampling
 from echo.engine.stop_strings import StopStrings
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 # --- model without weights ------------------------------------------------------------------------
 
 
-MAX_NAMES_LISTED = 5
-"""Largest number of tensors that an error names. Further tensors are only counted."""
 BUILDING = threading.Lock()
 """Lock that is held while a model is built. During a build, transformers disables initialisation
 and weight tying in the whole process. Without the lock, a model built in another thread would have
@@ -247,18 +246,12 @@ def check_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
         "of the wrong shape": wrong,
         "tied by config.json but different": twice,
     }
-    found = [f"{what}: {_shorten(names)}" for what, names in problems.items() if names]
+    found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
     if found:
         raise EngineError(
             f"the weights do not fit the model, none was installed; {'; '.join(found)}; "
             "config.json and weights must come from the same model"
         )
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMES_LISTED
-    listed = ", ".join(names[:MAX_NAMES_LISTED])
-    return f"{listed} and {more} more" if more > 0 else listed
 
 
 # --- names in memory and on disk ------------------------------------------------------------------
@@ -432,7 +425,7 @@ def check_weight_files(directory: Path, model: Any) -> None:
     ]
     if wrong:
         raise DataError(
-            f"{directory}: weights of the wrong shape: {_shorten(wrong)}; config.json and weights "
+            f"{directory}: weights of the wrong shape: {listed(wrong)}; config.json and weights "
             "must come from the same model"
         )
     unknown = shapes.keys() - own.keys()
@@ -475,7 +468,7 @@ def check_owners(directory: Path, unknown: Iterable[str], model: Any) -> None:
     ]
     if foreign:
         raise DataError(
-            f"{directory}: the weights {_shorten(foreign)} belong to layers of the model, but "
+            f"{directory}: the weights {listed(foreign)} belong to layers of the model, but "
             f"{type(model).__name__} of config.json has no such parameters; config.json and "
             "weights must come from the same model"
         )

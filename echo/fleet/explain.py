@@ -32,12 +32,10 @@ from enum import StrEnum
 from statistics import median
 from typing import TypeVar
 
-from echo.core.units import counted, format_bytes, format_duration
+from echo.core.units import MAX_LISTED, counted, format_bytes, format_duration
 
 MAX_WORKERS_LISTED = 8
 """Largest number of workers that the text on the learner's wait lists."""
-MAX_NAMES_LISTED = 3
-"""Largest number of nodes that an explanation names. Further nodes are only counted."""
 BLOCKED_SHARE = 0.35
 """A blocking stage is the cause if it takes at least this share of the workers' time. The share may
 be less than MOST_SHARE, because engines sample other groups while some groups are blocked."""
@@ -427,8 +425,8 @@ def _held(node: ObservedNode) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    shown = list(names[:MAX_NAMES_LISTED])
-    if others := len(names) - MAX_NAMES_LISTED:
+    shown = list(names[:MAX_LISTED])
+    if others := len(names) - MAX_LISTED:
         shown += [_others(others)] if others > 0 else []
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 

@@ -8,14 +8,12 @@ from dataclasses import replace
 
 from echo.core.monitoring.status import LinkStatus, NodeStatus, VersionStatus
 from echo.core.rollout import PolicyVersion
-from echo.core.units import counted
+from echo.core.units import counted, listed
 from echo.fleet.explain import ObservedFleet, ObservedNode
 from echo.leases.scheduler import Scheduler
 from echo.roles.members import Member, Roster
 from echo.weights.broadcast import Broadcast
 
-MAX_NAMES_LISTED = 3
-"""Largest number of silent nodes that a log line names. Further nodes are only counted."""
 MAX_VERSIONS_LISTED = 8
 """Largest number of versions in a status. A fleet usually fetches one or two versions at a time."""
 MIN_RUNNING_S = 5.0
@@ -52,10 +50,10 @@ class FleetView:
         for member in members:
             if member.stats.fetching is not None:
                 fetched.setdefault(member.stats.fetching, []).append(member)
-        listed = sorted(fetched, reverse=True)[:MAX_VERSIONS_LISTED]
+        shown = sorted(fetched, reverse=True)[:MAX_VERSIONS_LISTED]
         return tuple(
             self._version(version, fetched[version], members if version == newest else ())
-            for version in listed
+            for version in shown
         )
 
     def _version(
@@ -139,14 +137,12 @@ class FleetView:
 
     def describe_silent(self, silent: Sequence[Member], *, now: float) -> str:
         """Return a log line about the nodes that are dropped because they are silent."""
-        names = [member.node_id for member in silent]
-        if len(names) > MAX_NAMES_LISTED:
-            names[MAX_NAMES_LISTED:] = [counted(len(names) - MAX_NAMES_LISTED, "other")]
+        names = listed(member.node_id for member in silent)
         silent_s = min(now - member.last_seen_at for member in silent)
         num_groups = sum(self._leases.num_leases(member.node_id) for member in silent)
         verb = "is" if len(silent) == 1 else "are"
         granted = f"{counted(num_groups, 'group')} {'is' if num_groups == 1 else 'are'} granted"
-        return f"{', '.join(names)} {verb} silent for {silent_s:.0f} s; {granted} again"
+        return f"{names} {verb} silent for {silent_s:.0f} s; {granted} again"
 
 
 def held_share(member: Member) -> float:

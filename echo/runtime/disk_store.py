@@ -63,7 +63,7 @@ from blake3 import blake3
 from echo.config.memory.budget import read_machine
 from echo.core.errors import LocalProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
-from echo.core.units import format_bytes
+from echo.core.units import format_bytes, listed
 from echo.records.files import lock_directory
 from echo.weights.manifest import Manifest
 from echo.weights.store.memory import VersionStore
@@ -638,7 +638,7 @@ class DiskStore(MemoryStore):
             else:
                 versions.add(PolicyVersion(int(match["lineage"]), int(match["step"])))
         if foreign:
-            names = ", ".join(sorted(foreign)[:3])
+            names = listed(sorted(foreign))
             _log.info("%s: left alone %d foreign files: %s", self.where, len(foreign), names)
         return sorted(versions, reverse=True)
 

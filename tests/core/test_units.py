@@ -17,6 +17,7 @@ from echo.core.units import (
     counted,
     format_bytes,
     format_duration,
+    listed,
     one_line,
     parse_duration,
     parse_size,
@@ -114,3 +115,9 @@ def test_people_read_these() -> None:
 def test_a_text_of_somebody_else_stays_on_its_line() -> None:
     assert one_line("plain, with \u00e9 and \u4e16") == "plain, with \u00e9 and \u4e16"
     assert one_line("a\nb\r\x1b[2J\u202e\ud800") == "a\\nb\\r\\x1b[2J\\u202e\\ud800"
+
+
+def test_of_many_names_five_are_listed_and_the_rest_is_counted() -> None:
+    assert listed([]) == ""
+    assert listed("abcde") == "a, b, c, d, e"
+    assert listed(f"w{number}" for number in range(8)) == "w0, w1, w2, w3, w4 and 3 more"

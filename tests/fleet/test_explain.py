@@ -262,4 +262,4 @@ def test_groups_that_agents_play_wait_for_agents() -> None:
 def test_a_long_list_of_workers_is_cut() -> None:
     many = [worker(f"w{number}") for number in range(100)]
     assert describe_wait(fleet(*many)).endswith("; 92 others have 184")
-    assert "w0, w1, w2 and 97 others sample" in explained(fleet(*many)).chain
+    assert "w0, w1, w2, w3, w4 and 95 others sample" in explained(fleet(*many)).chain

@@ -530,7 +530,7 @@ def test_many_who_fall_silent_at_once_make_one_plan_and_one_round_of_grants(
     actions = role.expire(now=now + role.settings.admission.dead_after_s + 0.5)
     notes = [action.text for action in actions if isinstance(action, Note)]
     [told] = [text for text in notes if "silent for" in text]
-    assert told.startswith("w0, w1, w2, 137 others are silent for ")
+    assert told.startswith("w0, w1, w2, w3, w4 and 135 more are silent for ")
     assert any(f"{num_leases} groups are granted again" in text for text in notes)
     assert calls == [60]
     assert num_grants == 1

@@ -18,7 +18,7 @@ from typing import Literal
 
 from echo.core.errors import StorageError
 from echo.core.extras import find_lock, install_command
-from echo.core.units import format_bytes, format_duration
+from echo.core.units import format_bytes, format_duration, listed
 from echo.net.kernel import WANTED_DESCRIPTORS, KernelFacts, slow_settings
 from echo.records.files import DiskSpeed, measure_disk
 from echo.records.ledger import Ledger
@@ -46,8 +46,6 @@ class Finding:
 # --- packages -------------------------------------------------------------------------------------
 
 _LOCKED = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;]+)", re.MULTILINE)
-MAX_NAMED = 6
-"""Largest number of packages named in one finding."""
 
 
 def locked_versions(lock: str) -> dict[str, set[str]]:
@@ -91,12 +89,10 @@ def check_packages(
         f"{name} {version} (lock: {', '.join(sorted(locked[name]))})"
         for name, version in sorted(others.items())
     ]
-    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     yield Finding(
         "warning",
         "packages",
-        f"{len(others)} of {number} packages are not as locked: "
-        f"{', '.join(named[:MAX_NAMED])}{more}",
+        f"{len(others)} of {number} packages are not as locked: {listed(named)}",
         why="Echo was tested with the versions of the lock; nodes with other versions can compute "
         "other log-probabilities",
         remedy=f"in a checkout {install_command('worker')}; elsewhere pip install -r {find_lock()}",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from echo.core.errors import ConfigError, nearest
-from echo.core.units import counted, one_line
+from echo.core.units import counted, listed, one_line
 from echo.records.ledger import LedgerQueue, Operated
 from echo.roles.learner import HoldChosen, Learner, Paused
 from echo.roles.members import Hold, Member
@@ -21,9 +21,6 @@ from echo.runtime.learner.batches.bound import AdaptiveBound
 from echo.runtime.learner.costs.control import CostControl
 from echo.runtime.learner.report import Progress
 from echo.wire.messages import Operation, Outcome
-
-MAX_LISTED = 8
-"""If an operation names an unknown node, at most this many known nodes are listed."""
 
 
 class Operations:
@@ -171,8 +168,7 @@ class Operations:
         if (member := nodes.get(operation.subject)) is not None:
             return member
         near = nearest(operation.subject, nodes)
-        listed = ", ".join([*nodes][:MAX_LISTED]) + (", ..." if len(nodes) > MAX_LISTED else "")
-        guess = f"did you mean {near}?" if near else f"connected: {listed or 'no node'}"
+        guess = f"did you mean {near}?" if near else f"connected: {listed(nodes) or 'no node'}"
         raise ConfigError(f"no node is called {operation.subject!r}; {guess}")
 
     def _check_no_subject(self, operation: Operation) -> None:

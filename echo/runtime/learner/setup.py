@@ -36,7 +36,7 @@ from echo.core.extras import command
 from echo.core.monitoring.metrics import LearningCurve
 from echo.core.paths import local_path
 from echo.core.rollout import Lineage
-from echo.core.units import format_bytes
+from echo.core.units import format_bytes, listed
 from echo.engine.engine import Engine
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.lora import (
@@ -469,7 +469,7 @@ def check_alike(config: Config, ranks: Ranks) -> None:
         if keys:
             apart = [f"{key} = {other.get(key)!r} and not {first.get(key)!r}" for key in keys]
             raise ConfigError(
-                f"rank {rank} was started with other settings than rank 0: {', '.join(apart[:5])}; "
+                f"rank {rank} was started with other settings than rank 0: {listed(apart)}; "
                 "all processes of a learner need the same file and the same options"
             )
 

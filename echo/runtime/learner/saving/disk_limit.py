@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from echo.core.units import format_bytes
+from echo.core.units import format_bytes, listed
 from echo.records.ledger import GROUPS, Ledger, Removed
 from echo.records.retention import Holdings, plan_removals
 from echo.runtime.learner.saving.checkpoint import Checkpoints
@@ -28,8 +28,6 @@ _VERSION = re.compile(rf"{VERSIONS}/v(\d+)_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoints/step_(\d+)")
 _SPLIT = (GROUPS, "checkpoints", VERSIONS)
 """Directories whose entries are measured separately."""
-NUM_NAMED = 4
-"""Largest number of removed files, or of parts of the directory, that a log line names."""
 
 
 class DiskLimit:
@@ -107,18 +105,18 @@ class DiskLimit:
         for path in paths:
             delete_entry(self._run_dir, path)
         self._checkpoints.removed_step = last_step(paths, default=self._checkpoints.removed_step)
-        self._log.info("removed %s, %s, for %s", _listed(paths), format_bytes(freed_bytes), bound)
+        self._log.info("removed %s, %s, for %s", listed(paths), format_bytes(freed_bytes), bound)
         return freed_bytes
 
     def _describe(self, held: Holdings) -> str:
         parts: Counter[str] = Counter()
         for path, num_bytes in held.sizes.items():
             parts[path.partition("/")[0].partition(".")[0]] += num_bytes  # all files of the ledger
-        largest = [f"{name} {format_bytes(size)}" for name, size in parts.most_common(NUM_NAMED)]
+        largest = listed(f"{name} {format_bytes(size)}" for name, size in parts.most_common())
         return (
             f"{self._run_dir} holds {format_bytes(held.num_bytes)}, above limits.run_dir_bytes = "
             f"{format_bytes(self._max_bytes or 0)}, and nothing more may be removed "
-            f"({', '.join(largest)}); raise limits.run_dir_bytes"
+            f"({largest}); raise limits.run_dir_bytes"
         )
 
 
@@ -163,9 +161,3 @@ def delete_entry(run_dir: Path, path: str) -> None:
     elif _VERSION.fullmatch(path):
         with suppress(OSError):
             (run_dir / path).unlink()
-
-
-def _listed(paths: list[str]) -> str:
-    more = len(paths) - NUM_NAMED
-    named = ", ".join(paths[:NUM_NAMED])
-    return f"{named} and {more} more" if more > 0 else named
