@@ -40,17 +40,13 @@ from torch import Tensor
 
 from echo.algo.row_sizes import RowSizes
 from echo.core.chains import Piece, Tree, num_tokens_of, predecessors
+from echo.core.memory_sizes import MIN_SAVED
 from echo.core.rollout import Rollout
 from echo.kernels.contract import FurtherIds, Pairs
 from echo.kernels.logprob import IdSets
 
 PAD_ID = 0
 """Input id of padding. Any id is possible, since no scored token attends to padding."""
-
-MIN_SAVED = 0.2
-"""Smallest share of tokens that sharing a prompt must save. Attention is slower with shared
-prompts, so smaller savings would cost time on a CPU.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,11 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-SIZES_PER_OCTAVE = (16, 32, 64)
-"""Choices for the number of sizes per octave (from a number of tokens to its double). The first
-choice that keeps filling below MAX_FILLED is used. With 16 sizes, 2 % of a row is filling on
-average.
-"""
+from echo.core.memory_sizes import SIZES_PER_OCTAVE
 
 MAX_FILLED = 0.028
 """Largest share of filling in the tokens of a run's packed rows."""

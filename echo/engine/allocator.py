@@ -24,6 +24,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from echo.core.memory_sizes import GROWN_BYTES
+
 _KEPT_BYTES = 64 << 20
 """Number of free bytes at the end of a heap that glibc keeps. It is twice the largest block of the
 heap, as in glibc's own rule. With less than one block, glibc would return each block at once.
@@ -86,12 +88,6 @@ def bound_onednn(environment: MutableMapping[str, str]) -> None:
     """
     for name in ONEDNN_CACHES:
         environment.setdefault(name, str(ONEDNN_SHAPES))
-
-
-GROWN_BYTES = 256 << 20
-"""Growth of the process, in bytes, after which a `Trimmer` returns freed memory. A smaller value
-would cause more page faults. The peak memory would hardly be lower.
-"""
 
 
 def give_back() -> None:

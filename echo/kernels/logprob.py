@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from echo.core.memory_sizes import VOCAB_CHUNK
 from echo.kernels import torch_kernels
 from echo.kernels.contract import (
     BackendName,
@@ -132,7 +133,7 @@ def linear_logprob(
     inv_temperature: float | Tensor = 1.0,
     *,
     entropy: EntropyMode = "none",
-    vocab_chunk: int = 8192,
+    vocab_chunk: int = VOCAB_CHUNK,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each id, given the hidden state that predicts the id.
@@ -172,7 +173,7 @@ def linear_further_logprobs(
     inv_temperature: float | Tensor = 1.0,
     *,
     entropy: EntropyMode = "none",
-    vocab_chunk: int = 8192,
+    vocab_chunk: int = VOCAB_CHUNK,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the results of `linear_logprob`, and the log-probabilities of the ids in `sets`.
@@ -236,7 +237,7 @@ def linear_policy_loss(
     inv_temperature: float | Tensor = 1.0,
     *,
     clip: RatioClip,
-    vocab_chunk: int = 8192,
+    vocab_chunk: int = VOCAB_CHUNK,
     backend: BackendName = "auto",
 ) -> TokenLosses:
     """Return each token's clipped policy loss, log-probability, ratio and entropy.
@@ -340,7 +341,7 @@ def linear_set_logprob(
     inv_temperature: float = 1.0,
     *,
     entropy: EntropyMode = "none",
-    vocab_chunk: int = 8192,
+    vocab_chunk: int = VOCAB_CHUNK,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities like `linear_logprob`, but take a row's softmax over the row's set.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from echo.algo import batching, row_sizes
+from echo.algo import row_sizes
 from echo.config.fields import Role
 from echo.config.load import parse_config
 from echo.config.memory import step
@@ -20,8 +19,6 @@ from echo.config.memory.models import find_model, read_model_facts
 from echo.config.memory.step import ModelFacts
 from echo.config.schema import Config
 from echo.core.errors import DataError
-from echo.engine import allocator
-from echo.kernels.logprob import linear_logprob
 
 GIB = 2**30
 QWEN3_600M = ModelFacts(
@@ -547,13 +544,6 @@ def test_a_worker_asked_for_too_much_is_told_how_much() -> None:
     (remedy,) = budget.remedies
     assert f"; set {remedy.setting} (saves " in budget.line
     assert budget_of("worker", 16 * GIB, None, remedy.setting).fits
-
-
-def test_its_numbers_are_those_of_kernels_and_rows() -> None:
-    assert step.MIN_SAVED == batching.MIN_SAVED
-    assert row_sizes.SIZES_PER_OCTAVE[0] == step.SIZES_PER_OCTAVE
-    assert step.FREED_BYTES == allocator.GROWN_BYTES // 4
-    assert inspect.signature(linear_logprob).parameters["vocab_chunk"].default == step.VOCAB_CHUNK
 
 
 @pytest.mark.parametrize(("num_groups", "mean"), [(4, 20), (8, 150), (4, 300)])

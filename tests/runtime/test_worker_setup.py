@@ -13,8 +13,8 @@ import pytest
 
 from echo.config.load import inherited_settings, parse_config
 from echo.core.errors import ConfigError, StorageError
+from echo.core.memory_sizes import SAMPLING_BYTES_PER_LOGIT
 from echo.engine import model
-from echo.engine.hf.engine import SAMPLING_BYTES_PER_LOGIT
 from echo.engine.model import write_model_files
 from echo.runtime.episodes import code_settings
 from echo.runtime.learner.setup import expected_rollouts

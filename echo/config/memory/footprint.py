@@ -9,12 +9,9 @@ from typing import Any
 from echo.config.fields import Role
 from echo.config.memory.step import DTYPE_BYTES, ModelFacts, StepFootprint
 from echo.config.schema import Config
+from echo.core.memory_sizes import SAMPLING_BYTES_PER_LOGIT
 from echo.core.rollout import KEEP_VERSIONS, MAX_UNACKED_GROUPS
-
-_BYTES_PER_SAMPLED_TOKEN = 17  # a rollout's id (4), log-prob (4), version (8) and mask (1)
-DRAWING_BYTES = 32
-"""Bytes per vocabulary entry while a token is drawn. engine/hf/engine.py has the same value, but
-importing that module would load torch."""
+from echo.wire.codec import BYTES_PER_TOKEN
 
 MOMENT_BYTES: Mapping[str, float] = {"float32": 8, "8bit": 2 * (1 + 4 / 64), "offloaded": 8}
 """Bytes of AdamW's two moments for each trained parameter. The keys are the values of
@@ -221,7 +218,7 @@ class Footprint:
 
     def relay_items(self) -> tuple[Item, ...]:
         """Return what a relay keeps in memory: process, versions and unacknowledged groups."""
-        group_bytes = self.config.batch.group_size * self.rollout_tokens * _BYTES_PER_SAMPLED_TOKEN
+        group_bytes = self.config.batch.group_size * self.rollout_tokens * BYTES_PER_TOKEN
         num_bytes = MAX_UNACKED_GROUPS * group_bytes
         return (
             *self._held_versions("relay"),
@@ -294,7 +291,10 @@ class Footprint:
         per_layer = 2 * facts.num_kv_heads * facts.head_dim * self._evaluation_width
         per_token = (facts.num_layers + 1) * per_layer
         completion = self.config.evaluation_sampling.max_completion_tokens
-        return per_token * (self.prompt_tokens + completion) + DRAWING_BYTES * facts.vocab_size
+        return (
+            per_token * (self.prompt_tokens + completion)
+            + SAMPLING_BYTES_PER_LOGIT * facts.vocab_size
+        )
 
     @property
     def _evaluation_bytes(self) -> int:

@@ -15,23 +15,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from echo.config.schema import Config
+from echo.core.memory_sizes import GROWN_BYTES, MIN_SAVED, SIZES_PER_OCTAVE, VOCAB_CHUNK
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """For each type of number, its size in bytes."""
 
-VOCAB_CHUNK = 8192
-"""Number of columns of logits that exist at once. kernels/logprob.py has the same value, but
-importing that module would load torch."""
-MIN_SAVED = 0.2
-"""Sharing a prompt must save at least this share of a row's tokens (algo/batching.py)."""
-SIZES_PER_OCTAVE = 16
-"""Number of row sizes between N and 2 N tokens, as in algo/row_sizes.py."""
 NUM_ROW_SIZES = 16
 """Approximate number of different row sizes in a run on a CPU. Rows with few rollouts of very
 unequal lengths have more sizes."""
-FREED_BYTES = 64 << 20
-"""Bytes that a process on a CPU has freed but not yet returned to the system: a quarter of
-GROWN_BYTES in engine/allocator.py. This layer cannot import that module."""
+FREED_BYTES = GROWN_BYTES // 4
+"""Bytes that a process on a CPU has freed but not yet returned to the system: a quarter of the
+growth after which it returns them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +110,7 @@ class StepFootprint:
         num_tokens = self.tokens_in_a_pass or max(self.rollout_tokens, min(limit, whole))
         if not self.has_gpu and self.compute_bytes == 2 and num_tokens <= limit:
             # Rows are filled to one of a few sizes.
-            step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE)
+            step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_OCTAVE[0])
             num_tokens = min(limit, -(-num_tokens // step) * step)
         num_scored = min(num_tokens, num_groups * size * completion)
         mask_bytes = 0

@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from echo.core.errors import EngineError
+from echo.core.memory_sizes import SAMPLING_BYTES_PER_LOGIT
 from echo.core.rollout import PolicyVersion
 from echo.core.units import format_bytes
 from echo.engine.engine import (
@@ -124,12 +125,6 @@ class Mailbox:
             else:
                 done.set_result(None)
         self._jobs.clear()
-
-
-SAMPLING_BYTES_PER_LOGIT = 32
-"""Bytes that sampling needs for each logit of a row: for the logit, its float32 copy, its
-log-probability and probability, the float64 sum, and a margin.
-"""
 
 
 class TransformersEngine(Engine):

@@ -41,6 +41,7 @@ from echo.algo.batching import MicroBatch, Segments, TrainingRow, collate
 from echo.algo.row_sizes import Fills, RowSizes
 from echo.config.schema import LearnerSection, ModelSection, OptimizerSection
 from echo.core.errors import ConfigError, DataError, EngineError
+from echo.core.memory_sizes import VOCAB_CHUNK
 from echo.core.rollout import Rollout
 from echo.engine.lora import Lora, add_adapter
 from echo.engine.model import (
@@ -156,7 +157,7 @@ class Compute:
     """Whether rollouts of one prompt share the prompt in a packed row, if sharing saves enough
     tokens.
     """
-    vocab_chunk: int = 8192
+    vocab_chunk: int = VOCAB_CHUNK
     """Number of columns of logits that are computed at a time."""
     gradient_checkpointing: bool | str = False
     """Whether to save memory by recomputing activations in the backward pass. "offload" also keeps
