@@ -268,16 +268,14 @@ def exit_code(error: EchoError) -> int:
 # --- commands -------------------------------------------------------------------------------------
 
 
-UNWRAPPED = 10_000
-"""A console width, in characters, at which no line wraps."""
-
-
 def run_command(run: Callable[[Namespace, Console], int], arguments: Namespace) -> int:
     """Run a command's function with a console for its output; return the exit code.
 
     If the function raises an EchoError, print the error and return its exit code.
     """
     from rich.console import Console
+
+    from echo.ui.drawing import UNWRAPPED  # imported here: --help needs no rich
 
     console = Console(markup=False, emoji=False)  # texts contain names that users chose
     if not console.is_terminal:

@@ -24,14 +24,13 @@ from pydantic import (
     PlainSerializer,
 )
 
+from echo.core.bounds import MAX_NAME_LENGTH
 from echo.core.paths import MAX_FILE_NAME_BYTES, local_path
 from echo.core.units import JOIN_SECRET, parse_duration, parse_size
 
 _ADDRESS = re.compile(
     r"tcp://(?P<host>\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>\d{1,5})"
 )
-MAX_NAME_LENGTH = 64
-"""Largest number of characters in the name of a node, a run or a region."""
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{22}")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from echo.config.fields import Bytes, Seconds, Strict
-from echo.config.layers import Schema, Settings
+from echo.config.layers import MAX_GUESSES, Schema, Settings
 from echo.config.schema import PROFILES, ActivationSection, KeyPath, Leaf, leaf_of
 from echo.core.errors import nearest
 from echo.core.units import one_line
@@ -357,14 +357,10 @@ def _describe_unknown(kind: type[FleetFile], path: KeyPath) -> str:
     near = nearest(path[0], tables) if path[0] not in tables else nearest(name, names)
     found = [other for other in known if other[-1] == name and len(other) > 1]
     owners = [".".join(other).replace(ROW, "NAME") for other in found]
-    if near is None and 0 < len(owners) <= MAX_OWNERS:
+    if near is None and 0 < len(owners) <= MAX_GUESSES:
         return f"unknown key; did you mean {' or '.join(owners)}?"
     hint = f"did you mean {near}?" if near else f"there are {', '.join(names or tables)}"
     return f"unknown {'key' if names else 'table'}; {hint}"
-
-
-MAX_OWNERS = 4
-"""Largest number of keys that the error for an unknown key suggests from other tables."""
 
 
 def _place(kind: type[FleetFile], path: KeyPath, settings: Settings) -> str:

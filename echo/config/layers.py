@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from echo.config.fields import NO_VALUES, UNREADABLE, read_text, toml_or_text
-from echo.config.schema import KeyPath, Leaf, show
+from echo.config.schema import MAX_DEPTH, KeyPath, Leaf, show
 from echo.core.errors import ConfigError, in_one, nearest
 from echo.core.units import one_line
 
@@ -211,9 +211,10 @@ def nest(settings: Settings) -> dict[str, Any]:
     return root
 
 
+MAX_GUESSES = 4
+"""Largest number of keys from other sections or tables that the error for an unknown key suggests.
+With more keys, a user would search the documentation instead."""
 _NO_UTF8 = re.compile("[\ud800-\udfff]")
-MAX_DEPTH = 32
-"""Largest allowed depth of nested tables and lists in a value."""
 
 
 def _describe_altered(value: Any, *, in_table: bool, depth: int = 0) -> str | None:

@@ -24,6 +24,7 @@ from echo.config.checks import check_config
 from echo.config.fields import OWN_KIND, ROLES, UNREADABLE, Role, read_text
 from echo.config.layers import (
     DEFAULT,
+    MAX_GUESSES,
     OVERRIDE,
     Problem,
     Schema,
@@ -64,9 +65,6 @@ from echo.core.paths import local_path
 from echo.core.units import counted, format_bytes, without_keys
 
 # --- keys -----------------------------------------------------------------------------------------
-
-MAX_GUESSES = 3
-"""Largest number of keys that the error for an unknown key suggests from other sections."""
 
 
 def _describe_unknown(path: KeyPath) -> str:

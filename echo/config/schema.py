@@ -21,7 +21,6 @@ from pydantic import BaseModel, Field, PrivateAttr
 
 from echo.config.fields import (
     INHERITED,
-    MAX_NAME_LENGTH,
     OWN_KIND,
     ROLES,
     AdvertisedAddress,
@@ -47,6 +46,7 @@ from echo.config.fields import (
     kind_of,
 )
 from echo.config.losses import LOSSES, RATIO_UNDER_TOP_K, AnyLoss
+from echo.core.bounds import MAX_NAME_LENGTH
 from echo.core.monitoring.samples import MAX_SAMPLES
 from echo.core.units import without_secrets
 
@@ -892,11 +892,11 @@ def inherited_keys() -> tuple[str, ...]:
     return tuple(leaf.key for leaf in _paths().values() if leaf.is_inherited)
 
 
-SHOWN_DEPTH = 64
-"""Largest depth of nested tables and lists that `show` writes. It exceeds `layers.MAX_DEPTH`."""
+MAX_DEPTH = 32
+"""Largest allowed depth of nested tables and lists in a value, so that recursion ends."""
 
 
-def show(value: object, depth: int = SHOWN_DEPTH) -> str:
+def show(value: object, depth: int = MAX_DEPTH + 1) -> str:
     """Return a value as TOML text; return "unset" for None.
 
     Secrets of join strings are left out, because the text is logged.

@@ -49,11 +49,15 @@ MAX_TOKENS = 1 << 24
 
 # --- texts ---------------------------------------------------------------------------------------
 
-MAX_NODE_ID_LENGTH = 64
-"""Largest number of characters of a node id. The id is in the header of each message of the node,
-and in a column on the screen."""
+MAX_NAME_LENGTH = 64
+"""Largest number of characters in the name of a node, a run or a region. A node's name is in the
+header of each of its messages, and in a column on the screen."""
+MAX_REASON_LENGTH = 500
+"""Largest number of characters of a reason that a node states: why it leaves, why a group has no
+result, or why an engine refuses a version. A reason is a sentence. A longer text is cut, because it
+comes from the code of tasks and engines."""
 
-NodeId: TypeAlias = Annotated[str, Meta(max_length=MAX_NODE_ID_LENGTH)]
+NodeId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 Word: TypeAlias = Annotated[str, Meta(max_length=128)]
 """A short text, such as a name, a reason, a state or a hash."""
 Address: TypeAlias = Annotated[str, Meta(max_length=512)]

@@ -22,6 +22,12 @@ RecentKey = TypeVar("RecentKey")
 Value = TypeVar("Value")
 
 
+MAX_NAMES_KEPT = 10_000
+"""Number of names of nodes or peers for which a `RecentMap` keeps a fact, also of nodes that have
+left. If nodes join under ever new names, the oldest names are forgotten, and memory stays bounded.
+"""
+
+
 class RecentMap(Generic[RecentKey, Value]):
     """A map that keeps only the last `max_entries` entries.
 
@@ -63,6 +69,11 @@ class RecentMap(Generic[RecentKey, Value]):
 
 MANY_NODES = 64
 """If a fleet has at most this many nodes, `Paced` never delays the work."""
+
+LOG_PERIOD_S = 60.0
+"""Log lines on the same subject are at least this many seconds apart. So the log of a day stays
+readable, and an operator waits at most a minute for news.
+"""
 
 MAX_LINES = 100
 """Largest number of log lines per minute for all peers together. A limit per peer is not
@@ -136,9 +147,9 @@ class OncePerMinute:
     def line(self, peer: str, reason: str, text: str, *, now: float) -> str | None:
         """Return the line to log about a peer, or None if the line is omitted."""
         logged_at, num_left_out = self._logged.get((peer, reason)) or (-math.inf, 0)
-        if now >= self._minute_at + 60:
+        if now >= self._minute_at + LOG_PERIOD_S:
             self._minute_at, self._num_lines = now, 0
-        if now < logged_at + 60 or self._num_lines >= MAX_LINES:
+        if now < logged_at + LOG_PERIOD_S or self._num_lines >= MAX_LINES:
             self._logged[peer, reason] = logged_at, num_left_out + 1
             return None
         self._num_lines += 1

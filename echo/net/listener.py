@@ -25,7 +25,7 @@ from typing import Protocol
 
 from echo.core.errors import TransportError
 from echo.net.admission import CHECK_S, AcceptedConnections, idle_rate, largest_message
-from echo.net.channel import BULK_ASK, Burst, Host, News, ZmqChannel, ZmqOutbox
+from echo.net.channel import BULK_ASK, NEWS_PER_TURN, Burst, Host, News, ZmqChannel, ZmqOutbox
 from echo.net.kernel import descriptor_limit
 from echo.net.transport import Connected, Disconnected, Frame, PeerId, format_address, parse_address
 
@@ -130,10 +130,6 @@ MAX_GUEST_UNSENT_BYTES = 4 << 20
 
 This is enough for several statuses of a large run. A guest that does not read gets no further
 message.
-"""
-STRANGERS_NEWS = 1024
-"""Largest number of connection events that are read in one turn of the loop, before excess
-strangers are closed.
 """
 
 
@@ -257,7 +253,7 @@ class Listener:
 
     def _close_strangers(self) -> None:
         # Only a part of the news in one turn, so that a flood does not block the loop.
-        is_current = self.channel.read_news(STRANGERS_NEWS)
+        is_current = self.channel.read_news(NEWS_PER_TURN)
         num_closed = self._accepted.close_excess() if is_current else 0
         if num_closed:
             text = (

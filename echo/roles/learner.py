@@ -53,7 +53,7 @@ from typing import Any, ClassVar
 from echo.core.errors import DataError, ForgedError, LocalProtocolError, RemoteProtocolError
 from echo.core.monitoring.metrics import Counters
 from echo.core.records import Discarded
-from echo.core.timers import Paced, RecentMap, earliest
+from echo.core.timers import MAX_NAMES_KEPT, Paced, RecentMap, earliest
 from echo.core.units import one_line
 from echo.leases.book import LOST_WORKER, LeaseBook, LeasedWorker
 from echo.leases.open_groups import AppendRecord
@@ -63,7 +63,7 @@ from echo.leases.scheduler import GRANT_S, Scheduler, WaitReason
 from echo.roles.fleet import FleetView
 from echo.roles.joining import Admission, AdmissionSettings
 from echo.roles.members import Hold, LastCall, Member, Roster, RunEnded, Shutdown
-from echo.roles.node import MAX_PEER_NAMES, Handler, Role
+from echo.roles.node import Handler, Role
 from echo.roles.plans import Plans, Publishing
 from echo.roles.review import ReviewDue, SamplesTrained, WorkerReview
 from echo.roles.viewers import OperationDone, StatusMade, Viewers
@@ -195,7 +195,7 @@ class Learner(Role):
         continue."""
         self._grants = Paced(GRANT_S)
         self.routes = Routes(self.counters, self.roster.channel_of)
-        self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
+        self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_NAMES_KEPT)
         self._peer_faults = PeerFaults()
         self.plans = Plans(
             settings.site,

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from echo.core.monitoring.status import NodeStatus
+from echo.core.monitoring.status import RATE_WINDOW_S, NodeStatus
 from echo.core.price import Price
 from echo.core.rollout import PolicyVersion
-from echo.core.timers import Deadlines, RecentMap
+from echo.core.timers import MAX_NAMES_KEPT, Deadlines, RecentMap
 from echo.core.units import one_line
 from echo.fleet.explain import ObservedNode
 from echo.leases.book import LeasedWorker
@@ -27,11 +27,6 @@ from echo.wire.actions import Action, Routes
 from echo.wire.messages import Finish, Heartbeat, Hello, NodeStats
 from echo.wire.seals import Channel, Seals
 
-NODE_RATE_WINDOW_S = 10.0
-"""For the display, a node's rates are averaged over this many seconds."""
-MAX_NAMES_KEPT = 10_000
-"""Largest number of node ids for which the learner keeps a fact after the node has left. If nodes
-join under ever new names, the oldest names are forgotten, and memory stays bounded."""
 MAX_NODES = 1 << 16
 """Largest number of nodes that the learner knows at once. A node takes 2 kB of memory until it is
 dropped."""
@@ -130,7 +125,7 @@ class Member:
         self.worker.installed, self.worker.capacity = message.installed, message.capacity
         self.worker.num_places = stats.num_places
         self.history.append((now, stats))
-        while len(self.history) > 2 and now - self.history[0][0] > NODE_RATE_WINDOW_S:
+        while len(self.history) > 2 and now - self.history[0][0] > RATE_WINDOW_S:
             self.history.popleft()
         return None if before is None else max(0, stats.tokens_sampled - before)
 

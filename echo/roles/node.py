@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from echo.core.bounds import MAX_NODES, clamped_rate
+from echo.core.bounds import MAX_NODES, MAX_REASON_LENGTH, clamped_rate
 from echo.core.errors import ForgedError, RemoteProtocolError
 from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import PolicyVersion
-from echo.core.timers import RecentMap, earliest
+from echo.core.timers import MAX_NAMES_KEPT, RecentMap, earliest
 from echo.core.units import one_line
 from echo.roles.control import LOST_LINK, ControlLink
 from echo.roles.joining import Built, Joining, NodeSettings, NodeState
@@ -66,13 +66,6 @@ from echo.wire.messages import (
     TopologyPlan,
 )
 
-MAX_REASON_LENGTH = 500
-"""Largest number of characters in the reason that a Goodbye states."""
-MAX_PEER_NAMES = 10_000
-"""Largest number of inbound peers whose names are kept. Messages to the operator contain the
-names."""
-
-
 Handler: TypeAlias = Callable[[Any, Any, float], list[Action]]
 """A function that maps (role, event, present time) to actions."""
 
@@ -104,7 +97,7 @@ class DialingRole:
         self._heartbeat_at = self._beat_at = now
         self.learner_step = 0
         self._peer_faults = PeerFaults()
-        self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_PEER_NAMES)
+        self._peer_names: RecentMap[str, str] = RecentMap(max_entries=MAX_NAMES_KEPT)
         self._weights = Parents(
             broadcast,
             addresses=settings.addresses,

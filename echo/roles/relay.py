@@ -13,13 +13,9 @@ from echo.core.timers import RecentMap
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole
 from echo.weights.broadcast import Broadcast
-from echo.wire.actions import Action, Send
+from echo.wire.actions import MAX_ROUTES, Action, Send
 from echo.wire.codec import Envelope, Frame, forwarded
 from echo.wire.messages import LEARNER_ID
-
-MAX_RELAYED_ROUTES = 100_000
-"""Largest number of nodes to which a relay keeps a route. The newest routes are kept. A route takes
-some hundred bytes."""
 
 
 class Relay(DialingRole):
@@ -28,7 +24,7 @@ class Relay(DialingRole):
     def __init__(self, settings: NodeSettings, broadcast: Broadcast, *, now: float) -> None:
         super().__init__(settings, broadcast, now=now)
         broadcast.patch_mode = "now"
-        self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_RELAYED_ROUTES)
+        self._routes: RecentMap[str, str] = RecentMap(max_entries=MAX_ROUTES)
 
     def forward(self, peer: str, envelope: Envelope, frames: list[Frame]) -> list[Action]:
         """Forward a routed message towards its target.

@@ -386,8 +386,10 @@ def _names(versions: Sequence[PolicyVersion]) -> str:
     return ", ".join(map(str, sorted(versions))) or "no version"
 
 
-DEFAULT_SHARE = 0.9
-"""Share of the free memory or disk that versions may take if network.store_bytes is not set."""
+STORE_SHARE = 0.9
+"""Largest share of the free memory or disk that versions may take, if network.store_bytes is not
+set. The node and its system need the rest. A node also refuses a version that is larger than this
+share of its memory."""
 FORMAT = 2
 """Format number of the directory's files, which is part of the lock file's name."""
 _LOCK = f"echo-store-{FORMAT}.lock"
@@ -409,7 +411,7 @@ def open_store(directory: str | None, limit_bytes: int | None) -> MemoryStore:
     if directory is not None:
         return DiskStore(Path(directory), limit_bytes)
     if limit_bytes is None:
-        limit_bytes = max(1, int(DEFAULT_SHARE * read_machine().host_bytes))
+        limit_bytes = max(1, int(STORE_SHARE * read_machine().host_bytes))
     return MemoryStore(limit_bytes)
 
 
@@ -426,7 +428,7 @@ class DiskStore(MemoryStore):
     """Keeps versions in files that are mapped into memory.
 
     The directory is created if it does not exist, and locked until `close`. All versions together
-    take at most `limit_bytes`. If `limit_bytes` is None, the limit is DEFAULT_SHARE of the free
+    take at most `limit_bytes`. If `limit_bytes` is None, the limit is STORE_SHARE of the free
     disk space.
 
     Raises:
@@ -445,7 +447,7 @@ class DiskStore(MemoryStore):
             in_use="is in use by process {}; give each node on a machine a directory of its own",
         )
         if limit_bytes is None:
-            limit_bytes = max(1, int(DEFAULT_SHARE * self._available_bytes()))
+            limit_bytes = max(1, int(STORE_SHARE * self._available_bytes()))
         super().__init__(limit_bytes)
         self._run: str | None = None
         self._thread = DiskThread()
@@ -559,7 +561,7 @@ class DiskStore(MemoryStore):
                 f"({format_bytes(self._free_bytes())} free)"
             )
             remedy = "free some, or point network.store_dir to a larger disk"
-            if num_bytes > DEFAULT_SHARE * read_machine().host_bytes:
+            if num_bytes > STORE_SHARE * read_machine().host_bytes:
                 raise StorageError(f"{self.where}: {fault}; {remedy}") from error
             self._warn(f"{fault}; it is kept in memory and lost with this process: {remedy}")
             return self._map_memory(version, num_bytes, error)

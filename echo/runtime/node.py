@@ -44,7 +44,7 @@ from echo.core.errors import (
 )
 from echo.core.price import Price
 from echo.core.rollout import KEEP_VERSIONS
-from echo.core.timers import OncePerMinute
+from echo.core.timers import LOG_PERIOD_S, OncePerMinute
 from echo.core.units import one_line
 from echo.net.curve import CurveKeys
 from echo.net.kernel import descriptor_limit, most_sockets, read_kernel, slow_settings
@@ -62,7 +62,7 @@ from echo.net.transport import (
 from echo.net.zmq import ZmqTransport
 from echo.roles.joining import NodeSettings
 from echo.roles.node import DialingRole, Leaving, Role, Started
-from echo.runtime.disk_store import MemoryStore
+from echo.runtime.disk_store import STORE_SHARE, MemoryStore
 from echo.runtime.event_log import EventLog
 from echo.runtime.identity import JoinSource
 from echo.runtime.threads import ThreadPools, Threads
@@ -71,9 +71,6 @@ from echo.weights.store.memory import VersionStore
 from echo.wire.actions import Action, Dial, HangUp, Note, Send, Stop, Work
 from echo.wire.codec import Frame, describe, is_public
 from echo.wire.seals import SealKeys
-
-REPEAT_S = 60.0
-"""Smallest time between two log lines on the same topic, seconds."""
 
 INTERRUPTED = "interrupted"
 """The reason that `run` returns after an operator's interrupt."""
@@ -99,7 +96,7 @@ class Topics:
         self._waiting: dict[str, tuple[Note, int]] = {}
 
     def log(self, note: Note, *, now: float) -> None:
-        """Log a note. If its topic was logged less than REPEAT_S ago, only count the note."""
+        """Log a note. If its topic was logged less than LOG_PERIOD_S ago, only count the note."""
         self.log_due(now=now)
         self._waiting.pop(note.ends, None)
         if note.topic in self._logged_at:
@@ -112,7 +109,7 @@ class Topics:
 
     def log_due(self, *, now: float) -> None:
         """Log the number of counted notes on each topic that is due."""
-        due = [topic for topic, at in self._logged_at.items() if now >= at + REPEAT_S]
+        due = [topic for topic, at in self._logged_at.items() if now >= at + LOG_PERIOD_S]
         for topic in due:
             del self._logged_at[topic]
             if (waiting := self._waiting.pop(topic, None)) is not None:
@@ -559,8 +556,6 @@ MAX_FIRST_WINDOW_BYTES = 2 << 20
 All these bytes may wait in the queue of a slow uplink: four seconds at 4 Mbit/s. The broadcasts in
 bench/results were measured with this bound.
 """
-MAX_IMAGE_SHARE = 0.9
-"""Largest share of a node's memory that a version of the weights may take."""
 
 
 async def start_transport(
@@ -692,7 +687,7 @@ def node_settings(
         advertise=advertise,
         echo_version=__version__,
         reconnect_for_s=network.reconnect_for_s,
-        max_image_bytes=int(MAX_IMAGE_SHARE * read_machine().host_bytes),
+        max_image_bytes=int(STORE_SHARE * read_machine().host_bytes),
         digests={},
         seal_keys=new_seal_keys(),
         heartbeat_s=network.heartbeat_s,

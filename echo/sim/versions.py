@@ -13,11 +13,11 @@ from weakref import WeakValueDictionary
 from echo.core.rollout import PolicyVersion
 from echo.runtime.identity import Identity
 from echo.runtime.learner.versions.publish import Publication
-from echo.weights.manifest import Manifest, TensorSpec, hash_chunks
+from echo.weights.manifest import MIN_CHUNK_BYTES, Manifest, TensorSpec, hash_chunks
 from echo.weights.store.memory import VersionStore
 
-CHUNK_BYTES = 1 << 10
-"""Size of a chunk in bytes. This is the smallest size that a manifest allows."""
+CHUNK_BYTES = MIN_CHUNK_BYTES
+"""Size of a chunk in bytes, as small as possible, because a run has many images."""
 
 
 class Versions:

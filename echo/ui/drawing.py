@@ -19,6 +19,8 @@ from rich.text import Text
 
 Point = tuple[float, float]
 
+UNWRAPPED = 10_000
+"""Width of a console, in cells, at which no line wraps: wider than any line."""
 _BRAILLE_BASE = 0x2800  # the braille character without dots
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit that stands for each dot in a braille character, [row from the top][column]."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from echo.core.errors import StorageError
 from echo.core.extras import import_extra
+from echo.ui.summary import REWARD_STEPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,16 +61,9 @@ def save_figure(figure: Figure, out_png: Path) -> Path:
     return out_png
 
 
-_SMOOTHED_STEPS = 5
-"""Number of steps over which the running mean of the reward is taken.
-
-The running mean has less than half the noise of one batch.
-"""
-
-
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the running mean of the values over _SMOOTHED_STEPS steps."""
-    windows = [values[max(i - _SMOOTHED_STEPS + 1, 0) : i + 1] for i in range(len(values))]
+    """Return the running mean of the values over REWARD_STEPS steps."""
+    windows = [values[max(i - REWARD_STEPS + 1, 0) : i + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 

@@ -40,8 +40,8 @@ _MAX_CHART_ROWS = 14
 """Largest number of rows of the curves. A taller terminal shows more nodes and notices."""
 _LEAST_BAR = 8
 """Smallest width, in cells, that the progress bar of a version has."""
-_MAX_NOTICES = 6
-"""Largest number of notices on the screen."""
+MAX_NOTICES = 6
+"""Largest number of notices on the screen, so that the table of nodes has space."""
 
 _LABEL_WIDTH = 9  # in cells, of the labels to the left of the status lines
 _WRAPPER = Console(file=io.StringIO())
@@ -539,7 +539,7 @@ def render_live(
     num_wait_rows = 2 if width < 100 and rows_left >= 22 else 1
     state = status(snapshot, width, num_wait_rows=num_wait_rows)
     refused = refusals(snapshot.refused, width)
-    shown = notices(snapshot.notices[-_MAX_NOTICES:], width)
+    shown = notices(snapshot.notices[-MAX_NOTICES:], width)
     rows_of_newest, rows_of_notices = len(shown[-1]) if shown else 0, sum(map(len, shown))
     # Least and most rows of each part, most important first; gaps come before larger parts.
     rows_left -= len(title) + len(state)

@@ -25,7 +25,7 @@ from echo.core.monitoring.metrics import held_out
 from echo.core.units import counted, format_bytes, per_million
 from echo.records.ledger import FILE, LedgerTotals, read_records, totals_of
 from echo.records.run_files import Evaluation, MetricsHistory, MetricsRow, read_config, read_metrics
-from echo.ui.drawing import clock, short_count, to_ascii
+from echo.ui.drawing import UNWRAPPED, clock, short_count, to_ascii
 from echo.ui.screen import staleness_bars, staleness_bins
 from echo.ui.stalls import describe_waits, stalls_of
 
@@ -154,9 +154,9 @@ def _lengths(train: Sequence[MetricsRow]) -> str:
     )
 
 
-_REWARD_STEPS = 5
-"""Number of steps over which the mean reward at the start and at the end is taken. One batch is too
-noisy."""
+REWARD_STEPS = 5
+"""Number of steps over which a mean reward is taken. It has less than half the noise of one batch.
+"""
 MAX_TOO_OLD = 0.01
 """If a larger share of tokens was dropped as too old, the summary highlights it."""
 _MAX_BINS = 12
@@ -164,8 +164,6 @@ _MAX_BINS = 12
 values of the staleness."""
 _BARS_WIDTH = 60
 """Width of the staleness bars with their labels, in cells. It fits a terminal of 80 cells."""
-_UNWRAPPED = 10_000
-"""Width of the console if no line should wrap, in cells: wider than any line of a summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +262,7 @@ def summarise_run(run_dir: Path, *, commands: Sequence[str] | None = None) -> Ru
             f"the learner's log is in {run_dir / 'logs'}"
         )
     rewards = [row["reward/mean"] for row in history.train if row["reward/mean"] is not None]
-    num_reward_steps = min(_REWARD_STEPS, max(len(rewards) // 2, 1))
+    num_reward_steps = min(REWARD_STEPS, max(len(rewards) // 2, 1))
     run, sync = _section(config, "run"), _section(config, "sync")
     num_steps = int(history.train[-1]["step"])
     bound = int(sync.get("max_staleness", max(ledger.staleness_tokens, default=0)))
@@ -325,7 +323,7 @@ def as_text(summary: RunSummary, *, width: int | None = None) -> str:
     """
     lines = io.StringIO()
     console = Console(
-        file=lines, width=_UNWRAPPED if width is None else width, color_system=None,
+        file=lines, width=UNWRAPPED if width is None else width, color_system=None,
         force_terminal=False,
     )  # fmt: skip
     console.print(render_summary(summary))

@@ -10,12 +10,9 @@ from collections import deque
 from typing import TextIO
 
 from echo.core.monitoring.metrics import WorkerView
+from echo.core.monitoring.status import RATE_WINDOW_S
+from echo.core.timers import LOG_PERIOD_S
 from echo.core.units import counted
-
-LOG_S = 60.0
-"""Seconds between two status lines in the log."""
-RATE_WINDOW_S = 10.0
-"""Tokens per second are averaged over at least this many seconds."""
 
 _ERASE = "\r\x1b[K"
 
@@ -72,14 +69,14 @@ class WorkerStatus:
     def report(self, view: WorkerView, *, now: float) -> None:
         """Show the worker's state on the status line.
 
-        Without a terminal, log the state every LOG_S seconds. `now` is the time in seconds.
+        Without a terminal, log the state every LOG_PERIOD_S seconds. `now` is the time in seconds.
         """
         text = self.text(view, now=now)
         if self._line.is_live:
             self._line.show(text)
         elif self._reported_at is None:
             self._reported_at = now  # the log has just reported the start
-        elif now >= self._reported_at + LOG_S:
+        elif now >= self._reported_at + LOG_PERIOD_S:
             self._reported_at = now
             self._log.info("%s", text)
 

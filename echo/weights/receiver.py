@@ -28,8 +28,8 @@ the copy. Chunks of encoded versions are always in memory.
 * *A failed write.* If the disk refuses a write, the receiver acts as if the disk were full.
 
 **Out of order.** Chunks and tables may travel over different connections (`net/zmq.py`), so a chunk
-may arrive before the table with its hash. Up to EARLY_BYTES of such chunks are kept until the table
-arrives.
+may arrive before the table with its hash. Up to MAX_WINDOW_BYTES of such chunks are kept until the
+table arrives.
 
 **Damage.** If the audit finds damaged memory, all versions in this memory are dropped. The newest
 version is then fetched as a whole image.

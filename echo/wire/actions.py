@@ -87,8 +87,8 @@ class Stop(Action):
 # --- What the learner's planes share: replies by node, and faults of nodes ---
 
 MAX_ROUTES = 100_000
-"""Largest number of routes. Above it, the oldest routes are dropped. A route takes about a hundred
-bytes.
+"""Largest number of nodes to which the learner or a relay keeps a route. Above it, the oldest route
+is dropped. A route takes about a hundred bytes.
 """
 
 

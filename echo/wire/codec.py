@@ -25,7 +25,7 @@ from echo.core.bounds import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
     MAX_MEMBERS,
-    MAX_NODE_ID_LENGTH,
+    MAX_NAME_LENGTH,
     MAX_PAYLOAD_BYTES,
     MAX_TOKENS,
     Attempt,
@@ -56,7 +56,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """The header of a message. Every relay on the message's path reads the header."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)]
-    source: Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_LENGTH)]
+    source: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
     target: NodeId
     """The node id of the node to which a routed message is sent; empty for a link message."""
     body: msgspec.Raw

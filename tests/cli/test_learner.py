@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from echo.cli.commands.node import MAX_NOTICES, NoticeBoard, read_curve, show_summary
+from echo.cli.commands.node import NoticeBoard, read_curve, show_summary
 from echo.cli.output import LogFormatter
 from echo.config.load import parse_config, save_resolved
+from echo.ui.screen import MAX_NOTICES
 from tests.records.rows import write_ledger
 
 

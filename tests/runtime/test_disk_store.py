@@ -413,10 +413,10 @@ def test_the_default_limit_counts_what_a_former_process_has_taken(
 ) -> None:
     monkeypatch.setattr(DiskStore, "_free_bytes", lambda _: 10 * SIZE)
     store = opened(None)
-    assert store.limit_bytes == int(disk_store.DEFAULT_SHARE * 10 * SIZE)
+    assert store.limit_bytes == int(disk_store.STORE_SHARE * 10 * SIZE)
     store.create(version(1), b"manifest", SIZE)
     limit_bytes = opened(None, run=None).limit_bytes
-    assert limit_bytes == pytest.approx(disk_store.DEFAULT_SHARE * 11 * SIZE, abs=SIZE / 10)
+    assert limit_bytes == pytest.approx(disk_store.STORE_SHARE * 11 * SIZE, abs=SIZE / 10)
 
 
 # --- writes that end late ------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_chunks_that_come_before_their_tables_wait_for_them(mode: PatchMode) -> 
 def test_chunks_without_a_table_are_bounded_and_forgotten_with_their_item(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writing, "EARLY_BYTES", 4 * CHUNK_BYTES)
+    monkeypatch.setattr(writing, "MAX_WINDOW_BYTES", 4 * CHUNK_BYTES)
     early = writing.EarlyChunks()
     for index in range(9):  # however short they are
         early.keep("a", Chunk(version=v(1), index=index), [b""])

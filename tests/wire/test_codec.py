@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from msgspec.structs import replace
 
-from echo.core.bounds import MAX_HEADER_BYTES, MAX_NODE_ID_LENGTH
+from echo.core.bounds import MAX_HEADER_BYTES, MAX_NAME_LENGTH
 from echo.core.errors import RemoteProtocolError
 from echo.core.reward_parts import PartedReward
 from echo.core.rollout import NO_OPINION, Group, PolicyVersion, Rollout
@@ -106,7 +106,7 @@ def test_nesting_without_end_is_a_remote_error() -> None:
         ([b"\xc1"], "not an envelope"),
         ([msgspec.msgpack.encode([1, "", "learner", {}])], r"length >= 1 - at `\$\[1\]`"),
         (
-            [msgspec.msgpack.encode([1, "a", "b" * (MAX_NODE_ID_LENGTH + 1), {}])],
+            [msgspec.msgpack.encode([1, "a", "b" * (MAX_NAME_LENGTH + 1), {}])],
             r"length <= 64 - at `\$\[2\]`",
         ),
         ([b"\x94\x01\xa2\xff\xfe\xa0\x80"], "not an envelope"),

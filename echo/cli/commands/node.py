@@ -85,6 +85,7 @@ from echo.tasks.task import Task, load_task
 from echo.ui.live import LiveView
 from echo.ui.report.figures import learning_curve
 from echo.ui.report.run import read_run
+from echo.ui.screen import MAX_NOTICES
 from echo.ui.sinks import MetricsWriter, sinks_missing
 from echo.ui.summary import as_text, summarise_run
 from echo.ui.worker_status import StatusLine, WorkerStatus
@@ -457,8 +458,6 @@ def run_loop(main_coroutine: Coroutine[Any, Any, str], log: logging.Logger) -> i
 
 ROLLED_BACK = EXIT_CODES[RolledBackError]
 """Exit code of a learner that must be started again with --resume."""
-MAX_NOTICES = 6
-"""Largest number of log lines shown in the live view."""
 REFRESH_S = 1.0
 """Seconds between two updates of a worker's status line."""
 

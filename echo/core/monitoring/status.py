@@ -19,6 +19,9 @@ from echo.core.errors import DataError
 
 MAX_POINTS = 512
 """Largest number of points of a curve in a status. A screen cannot show more points."""
+RATE_WINDOW_S = 10.0
+"""Displayed rates of a node are averaged over this many seconds. In a shorter time, a rate would
+depend on when the node reports."""
 
 RunState = Literal["running", "paused", "finished", "stopped"]
 """The state of a run. "stopped" means that the learner ended before the last step, because it

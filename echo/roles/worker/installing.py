@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from echo.core.bounds import MAX_REASON_LENGTH
 from echo.core.errors import EngineError
 from echo.core.rollout import Lineage, PolicyVersion, is_surviving
 from echo.core.units import one_line
@@ -34,8 +35,6 @@ INSTALL_AGAIN_S = 30.0
 Without another attempt a run could stop. If all workers refuse the newest version and their
 installed versions are too old to train on, the learner cannot publish a newer version.
 """
-MAX_REFUSAL_LENGTH = 500
-"""Largest number of characters of an engine's error that a worker sends to the learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class EngineVersions:
                 self._kept = (*self._kept, version)[-self._max_kept :]
             case InstallFailed(version, error):
                 self.installing = None
-                self.refusal = version, one_line(str(error))[:MAX_REFUSAL_LENGTH]
+                self.refusal = version, one_line(str(error))[:MAX_REASON_LENGTH]
                 self.again_at = now + INSTALL_AGAIN_S
             case InstallMissed():
                 self.installing = None

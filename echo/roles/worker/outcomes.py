@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echo.core.bounds import MAX_PAYLOAD_BYTES
+from echo.core.bounds import MAX_PAYLOAD_BYTES, MAX_REASON_LENGTH
 from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group, Rollout, StaleTokens
 from echo.core.units import one_line
@@ -24,8 +24,6 @@ from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group, payload_bytes
 from echo.wire.messages import Deliver, Failed, Lease
 
-MAX_DETAIL_LENGTH = 500
-"""Largest number of characters in the detail that a Failed states."""
 MAX_TRACEBACK_LENGTH = 10_000
 """Largest number of characters of the traceback in a Failed. The end of a longer traceback is sent,
 because it has the error and the line."""
@@ -110,7 +108,7 @@ def failure_of(event: NoResult) -> Failed:
         group_id=event.lease.group_id,
         attempt=event.lease.attempt,
         reason=event.reason,
-        detail=event.detail[:MAX_DETAIL_LENGTH],
+        detail=event.detail[:MAX_REASON_LENGTH],
         is_elsewhere=event.is_elsewhere,
         traceback=event.traceback[-MAX_TRACEBACK_LENGTH:],
     )

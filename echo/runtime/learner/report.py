@@ -15,6 +15,7 @@ from echo.core.bounds import clamped_rate
 from echo.core.monitoring.metrics import LearningCurve
 from echo.core.monitoring.status import (
     MAX_POINTS,
+    RATE_WINDOW_S,
     CostStatus,
     NodeStatus,
     RunStatus,
@@ -24,11 +25,11 @@ from echo.core.monitoring.status import (
     thinned,
 )
 from echo.core.rollout import Group, PolicyVersion
-from echo.core.timers import RecentMap
+from echo.core.timers import MAX_NAMES_KEPT, RecentMap
 from echo.core.units import counted
 from echo.leases.mismatch import WINDOW, Sampled
 from echo.roles.learner import Learner
-from echo.roles.members import MAX_NAMES_KEPT, NODE_RATE_WINDOW_S, Member
+from echo.roles.members import Member
 from echo.weights.schedule import PublishPace
 from echo.wire.messages import LEARNER_ID
 
@@ -176,7 +177,7 @@ class Progress:
         self._published_s = 0.0
         self._pace = RemainingTime()
         self._sent: deque[tuple[float, int]] = deque()
-        """(time, bytes sent until then) of the statuses in the last NODE_RATE_WINDOW_S seconds."""
+        """(time, bytes sent until then) of the statuses in the last RATE_WINDOW_S seconds."""
         self._speed: SpeedStatus | None = None
         self.last_step: StepStatus | None = None
         """Figures of the last step; None before the first step."""
@@ -572,7 +573,7 @@ class Progress:
     def _learner(self, role: Learner, *, price_per_h: float | None, now: float) -> NodeStatus:
         broadcast, sent = role.broadcast, self._sent
         sent.append((now, broadcast.bytes_sent))
-        while len(sent) > 2 and now - sent[0][0] > NODE_RATE_WINDOW_S:
+        while len(sent) > 2 and now - sent[0][0] > RATE_WINDOW_S:
             sent.popleft()
         (since, before), (until, after) = sent[0], sent[-1]
         newest = broadcast.newest_complete
@@ -600,8 +601,10 @@ class Progress:
 # --- Mismatch and reward of each worker's newest trained groups: `workers/` ---
 
 
-MAX_WORKERS_SHOWN = 64
-"""A row of metrics names at most this number of workers: those with the largest mismatch."""
+MAX_NAMES_SHOWN = 64
+"""A table in a row of metrics has at most this number of names: those with the largest values, such
+as mismatch, bytes or costs. A larger fleet would make each row long.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,11 +655,11 @@ class WorkerQuality:
     def row(self, worker_ids: Iterable[str]) -> dict[str, Mapping[str, float]]:
         """Return each statistic as a table of workers, named "workers/<statistic>".
 
-        Workers without a trained group are left out. At most MAX_WORKERS_SHOWN workers are
+        Workers without a trained group are left out. At most MAX_NAMES_SHOWN workers are
         included, those with the largest mismatch.
         """
         known = {name: found for name in worker_ids if (found := self.of(name))}
-        worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_WORKERS_SHOWN]
+        worst = sorted(known, key=lambda name: -known[name]["mismatch_kl"])[:MAX_NAMES_SHOWN]
         return {
             f"workers/{statistic}": {name: known[name][statistic] for name in sorted(worst)}
             for statistic in ("logprob_difference", "mismatch_kl", "ess", "surprise", "reward")
@@ -685,9 +688,6 @@ def _refusals(counts: Mapping[str, float]) -> dict[str, int]:
 
 NO_PARENT = "-"
 """The name that a node without a parent reports as its parent."""
-MAX_NAMES_SHOWN = 64
-"""A row's table of bytes or costs has at most this number of names: those with the largest values.
-"""
 
 
 def largest(values: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from echo.weights.link import MAX_WINDOW_BYTES
 from echo.weights.manifest import MIN_CHUNK_BYTES
 from echo.weights.store.items import Chunked
 from echo.weights.store.memory import Write
@@ -43,10 +44,6 @@ class WriteChunk(Work):
         return ""
 
 
-EARLY_BYTES = 64 << 20
-"""Largest number of bytes of early chunks to keep: the largest window of a link."""
-
-
 class EarlyChunks:
     """Chunks of an encoded version that have arrived before the tables with their hashes."""
 
@@ -58,11 +55,11 @@ class EarlyChunks:
     def keep(self, peer: str, message: Chunk, payload: list[Frame]) -> None:
         """Keep a chunk until its table arrives.
 
-        If the kept chunks would then exceed EARLY_BYTES, this chunk is discarded. The node requests
-        the chunk again later.
+        If the kept chunks would then exceed the largest window of a link, this chunk is discarded.
+        The node requests the chunk again later.
         """
         size = self._charge(payload)
-        if message.index not in self._by_index and self._num_bytes + size <= EARLY_BYTES:
+        if message.index not in self._by_index and self._num_bytes + size <= MAX_WINDOW_BYTES:
             self._by_index[message.index] = peer, message, payload
             self._num_bytes += size
 

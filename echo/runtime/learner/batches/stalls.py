@@ -15,9 +15,10 @@ is made
 
 A wait is longer than usual if it exceeds each of three limits: USUAL_FACTOR times the median of the
 last waits, LONG_SHARE of a usual step's duration, and MIN_WAIT_S. The explanation is logged when
-its cause changes, but at most once in LOG_S. A step's row of metrics has the explanation, and the
-seconds that the learner waited for each stage of the workers' groups. During a wait the explanation
-is written as a separate row. So the files of a crashed run show the cause of its last wait.
+its cause changes, but at most once in LOG_PERIOD_S. A step's row of metrics has the explanation,
+and the seconds that the learner waited for each stage of the workers' groups. During a wait the
+explanation is written as a separate row. So the files of a crashed run show the cause of its last
+wait.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
+from echo.core.timers import LOG_PERIOD_S
 from echo.core.units import counted, format_duration
 from echo.fleet.explain import (
     Explanation,
@@ -70,8 +72,6 @@ SHORT_SHARE = 0.1
 NUM_STEPS = 8
 """Number of last steps whose times are added up for an explanation. They also determine the usual
 wait and the usual duration of a step."""
-LOG_S = 60.0
-"""Smallest time between two logged explanations, seconds."""
 
 Activities = defaultdict[str, float]
 """Seconds that the learner has spent on each activity."""
@@ -122,7 +122,7 @@ class Stalls:
         self._num_steps = 0
         self._waited_s = 0.0
         """Seconds that the learner waited in the step under way, before the present wait."""
-        self._cause, self._logged_at = "", -LOG_S
+        self._cause, self._logged_at = "", -LOG_PERIOD_S
         self._num_accepted, self._useless = 0, Counter[str]()
         progress.on_turn = self.turn
 
@@ -308,7 +308,7 @@ class Stalls:
 
     def _report(self, found: Explanation, text: str, now: float) -> bool:
         self.current = found
-        if found.cause == self._cause or now < self._logged_at + LOG_S:
+        if found.cause == self._cause or now < self._logged_at + LOG_PERIOD_S:
             return False
         self._cause, self._logged_at = found.cause, now
         if found.cause == "no_worker":

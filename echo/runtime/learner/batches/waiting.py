@@ -21,14 +21,13 @@ import logging
 from contextlib import suppress
 
 from echo.core.errors import TransportError
+from echo.core.timers import LOG_PERIOD_S
 from echo.core.units import format_duration
 from echo.leases.scheduler import WaitReason
 from echo.roles.learner import Learner
 
 FIRST_WORKER_S = 4 * 3600.0
 """Smallest number of seconds that a learner waits for its first worker."""
-WARN_S = 60.0
-"""Seconds between two log lines about missing workers."""
 
 
 class BatchWait:
@@ -106,7 +105,7 @@ class BatchWait:
                 f"{self._remedy} (network.reconnect_for_s sets how long to wait for workers that "
                 "are gone)"
             )
-        if now >= self._warned_at + WARN_S:
+        if now >= self._warned_at + LOG_PERIOD_S:
             self._warned_at = now
             self._log.warning(
                 "waiting for workers at %s for %s, %s; without one the run ends in %s",
