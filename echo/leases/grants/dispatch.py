@@ -232,20 +232,19 @@ def even_out(
 # * A group without a copy is copied if the copy, sampled from the start, should be done `factor`
 #   times sooner than the original. The copying worker must have made a group.
 # * The first rule depends on what the holder reports, which may be false. So a group is also copied
-#   once its newest lease is AGE_FACTOR x `factor` times as old as a group usually takes on the idle
-#   worker, whatever its holders report and however often it was copied. This rule applies with
-#   hedging switched off as well; USUAL_FACTOR then replaces `factor`.
+#   once its newest lease is AGE_FACTOR times as old as a group usually takes on the idle worker,
+#   whatever its holders report and however often it was copied. This rule applies with hedging
+#   switched off as well.
 #
 # The group with the latest predicted finish is copied first. A copy has the seed of the original.
 # If both sample from the same version, both have the same text. With different texts, the first
 # result to arrive would more often be the shorter one, and training would prefer short texts.
 
 
-AGE_FACTOR = 4.0
-"""A group may be copied once its lease is old enough. The lease's age must exceed AGE_FACTOR x
-`factor` times the seconds that a group usually takes (`factor` is the argument of `hedges`)."""
-USUAL_FACTOR = 2.0
-"""The `factor` that AGE_FACTOR is multiplied by if hedging is off."""
+AGE_FACTOR = 8.0
+"""A group may be copied once its lease is older than this many times the seconds that a group
+usually takes. With a much lower value, the long groups of honest workers would be copied, too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +303,7 @@ def hedges(
         if helper is None:
             continue  # every free worker has a lease of it
         age_s = now - group.record.granted_at
-        is_old = age_s > AGE_FACTOR * (factor or USUAL_FACTOR) * helper.group_s
+        is_old = age_s > AGE_FACTOR * helper.group_s
         is_late = (
             factor is not None
             and helper.speed is not None
