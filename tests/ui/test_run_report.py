@@ -22,7 +22,7 @@ from echo.records.ledger import Ledger
 from echo.ui.report import figures
 from echo.ui.report.figures import Plot, draw_all, learning_curve
 from echo.ui.report.page import render_page
-from echo.ui.report.run import ReportedRun, read_run, read_runs
+from echo.ui.report.run import MAX_LONG_WAITS, ReportedRun, read_run, read_runs
 from echo.ui.rollouts import Part, ShownRollout
 from echo.ui.sinks import MetricsWriter
 from echo.ui.trace import ALL, parse_window, render_trace
@@ -119,6 +119,14 @@ def test_long_waits_and_stalls_have_the_explanation_of_the_run(run_dir: Path) ->
     assert [(stall.first_step, stall.text) for stall in run.stalls] == [(8, text)]
     page = page_of(run)
     assert page.index(text) < page.index("weights 30s")
+
+
+def test_of_a_run_that_always_waits_long_the_longest_waits_are_listed(run_dir: Path) -> None:
+    add_columns(run_dir, time__wait_for_batch=lambda step: 30.0 + step)
+    waits = [wait.waited_s for wait in read_run(run_dir).long_waits]
+    assert len(waits) == MAX_LONG_WAITS
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] == 30.0 + read_run(run_dir).step
 
 
 def test_the_state_of_a_run_that_ended_goes_on_or_was_cut_off(run_dir: Path) -> None:

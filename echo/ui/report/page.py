@@ -321,7 +321,7 @@ def _stall_tables(run: ReportedRun) -> Iterator[Table]:
         yield Table(
             head=head,
             rows=rows,
-            caption="The longest waits for groups, of those more than twice the median.",
+            caption="The longest waits for groups, of those above a second.",
         )
 
 

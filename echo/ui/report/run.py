@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -59,11 +58,8 @@ MAX_DECISIONS = 100
 """Largest number of decisions in a report. The newest decisions are shown."""
 MAX_LONG_WAITS = 10
 """Largest number of waits in a report. The longest waits are shown."""
-LONG_WAIT_FACTOR = 2.0
-"""A wait is listed only if it is at least this many times as long as the median wait of all
-steps."""
 MIN_WAIT_S = 1.0
-"""A wait is listed only if it takes at least this many seconds."""
+"""A wait is listed only if it takes more than this many seconds. Most steps wait for a moment."""
 MAX_LOG_LINES = 40
 """Largest number of lines of the learner's log in a report. The newest lines are shown."""
 MAX_SAMPLE_LINES = 40
@@ -84,7 +80,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongWait:
-    """A step before which the learner waited unusually long."""
+    """A step before which the learner waited long."""
 
     at: float
     """Unix time at which the step ended, seconds."""
@@ -336,13 +332,8 @@ def utc(at: float) -> str:
 
 
 def _long_waits(rows: Iterable[MetricsRow]) -> list[LongWait]:
-    """Return the unusually long waits, longest first. Return at most MAX_LONG_WAITS waits."""
-    steps = [row for row in rows if row.get("time/wait_for_batch") is not None]
-    if not steps:
-        return []
-    usual_s = median(row["time/wait_for_batch"] for row in steps)
-    limit_s = max(LONG_WAIT_FACTOR * usual_s, MIN_WAIT_S)
-    found = [row for row in steps if row["time/wait_for_batch"] > limit_s]
+    """Return the MAX_LONG_WAITS longest waits, longest first."""
+    found = [row for row in rows if (row.get("time/wait_for_batch") or 0.0) > MIN_WAIT_S]
     found.sort(key=lambda row: -float(row["time/wait_for_batch"]))
     return [
         LongWait(
