@@ -43,8 +43,8 @@ second silence. These rules change or bound `patience_s`:
 * Without a spare parent, `patience_s` is at least the configured time. The same holds for the first
   chunk after a request, because all children request this chunk at the same time.
 * While the rate of the link is unknown, `patience_s` is the configured time. This time doubles with
-  each parent that the node leaves because of a silence. Otherwise a slow link would never deliver a
-  chunk.
+  each parent that the node leaves because of a silence, up to MAX_PATIENCE_S. Otherwise a slow link
+  would never deliver a chunk.
 * Each Waiting announces the time of the next Waiting. The next Waiting may arrive up to
   PROMISE_GRACE_S after that time.
 * There is no limit while a chunk is being written. If the disk is slower than the link, the parent
@@ -53,7 +53,6 @@ second silence. These rules change or bound `patience_s`:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -224,10 +223,6 @@ MAX_WRITING_WINDOWS = 4
 of MAX_WINDOW_BYTES. The factor exceeds 1, because the chunks of a repeated request may arrive
 twice.
 """
-MAX_DOUBLINGS = 4
-"""Largest number of doublings of `patience_s` while the rate of the link is unknown. The longest
-`patience_s` is then 16 times the configured time.
-"""
 MAX_BAD_CHUNKS = 3
 """Number of chunks with a wrong hash after which the node leaves the parent. A single wrong chunk
 may come from a memory error.
@@ -271,9 +266,14 @@ class ParentLink:
     """Seconds until the next Waiting, as the last Waiting announced; 0 if the parent is sending
     chunks.
     """
-    num_failures: int = 0
-    """Number of silent parents that this node has left since the last measurement of a rate."""
+    unmeasured_patience_s: float = field(init=False)
+    """`patience_s` while the rate of the link is unknown. It doubles with each silent parent that
+    this node leaves, and a measured rate resets it.
+    """
     num_bad_chunks: int = 0
+
+    def __post_init__(self) -> None:
+        self.unmeasured_patience_s = self.stall_s
 
     def _move(self, event: LinkEvent) -> None:
         step = TABLE[self.state][event]
@@ -347,7 +347,7 @@ class ParentLink:
         self.rate.add(num_bytes, now=now)
         self.writing_bytes += num_bytes
         if self.rate.bytes_per_s is not None:
-            self.num_failures = 0
+            self.unmeasured_patience_s = self.stall_s
 
     def released(self, num_bytes: int, *, now: float) -> None:
         """Record that a chunk was written or discarded.
@@ -392,8 +392,8 @@ class ParentLink:
         """Record that the parent was silent for too long; return whether to leave the parent."""
         event = LinkEvent.SILENCE_WITH_SPARE if self.has_spare else LinkEvent.SILENCE
         is_left = TABLE[self.state][event].then is LinkState.ALONE
-        if is_left:
-            self.num_failures += 1  # the caller leaves the parent, by `connect`
+        if is_left:  # the caller leaves the parent, by `connect`
+            self.unmeasured_patience_s = min(2 * self.unmeasured_patience_s, self._most_patience_s)
         else:
             self._move(event)
             self.progress_at = now
@@ -408,15 +408,17 @@ class ParentLink:
     def _usual_patience_s(self, chunk_bytes: int) -> float:
         rate = self.rate.bytes_per_s
         if rate is None or self.rtt_s is None:
-            # Otherwise a link too slow for the configured time would never deliver a chunk.
-            doubled = math.ldexp(self.stall_s, min(self.num_failures, MAX_DOUBLINGS))
-            return min(doubled, max(MAX_PATIENCE_S, self.stall_s))
+            return self.unmeasured_patience_s
         is_first = self.state in (LinkState.REQUESTED, LinkState.REQUESTED_AGAIN)
         least = MIN_PATIENCE_S if self.has_spare and not is_first else self.stall_s
         chunks_s = 4 * chunk_bytes / rate if rate > 1.0 else 4.0 * chunk_bytes
         longest = max(least, 4 * self.rtt_s, chunks_s, 3 * self.longest_gap_s)
-        most = self.stall_s if self.stall_s > MAX_PATIENCE_S else MAX_PATIENCE_S
+        most = self._most_patience_s
         return longest if longest < most else most
+
+    @property
+    def _most_patience_s(self) -> float:
+        return self.stall_s if self.stall_s > MAX_PATIENCE_S else MAX_PATIENCE_S
 
     def silence_s(self, chunk_bytes: int, *, now: float) -> float:
         """Return how long the parent has been silent, in seconds.

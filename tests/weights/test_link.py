@@ -224,12 +224,14 @@ def test_another_parent_begins_with_the_first_window() -> None:
 
 def test_patience_doubles_with_each_parent_that_was_left_until_one_shows_a_rate() -> None:
     link = make()
-    for num_failures, patience_s in ((0, 2.0), (1, 4.0), (3, 16.0), (4, 32.0), (9, 32.0)):
-        link.num_failures = num_failures
-        link.connect("q", rtt_s=0.1)
+    for patience_s in (2.0, 4.0, 8.0, 16.0, 32.0, MAX_PATIENCE_S, MAX_PATIENCE_S):
         assert link.patience_s(CHUNK) == patience_s
+        link.fetch(now=0.0)
+        assert link.silence(now=0.0), "the parent is left"
+        link.connect("q", rtt_s=0.1)
     pull(link, 1e9, num_chunks=200)
-    assert link.num_failures == 0
+    link.connect("q", rtt_s=0.1)
+    assert link.patience_s(CHUNK) == 2.0
 
 
 @pytest.mark.parametrize(
