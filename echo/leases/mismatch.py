@@ -31,7 +31,8 @@ from echo.core.timers import RecentMap
 from echo.leases.book import MAX_WORKERS
 
 WINDOW = 50
-"""A worker's mismatch is computed from this many of its newest trained groups."""
+"""A worker's mismatch is computed from this many of its newest trained groups. Their median hardly
+depends on single groups."""
 MIN_EQUAL = 5
 """Other workers are compared with a worker at a level of staleness only if it has at least this
 many groups there."""

@@ -41,7 +41,8 @@ from echo.wire.messages import (
 )
 
 MAX_FATAL = 3
-"""If this many engines have become unusable while they sampled the same group, the group ends."""
+"""If this many engines have become unusable while they sampled the same group, the group ends.
+Otherwise the group could make one engine after another unusable."""
 MAX_CAUSE_LENGTH = 2600
 """A worker reports a cause, which is a sentence and a traceback. The learner keeps this number of
 characters from the end of the cause."""

@@ -30,12 +30,13 @@ from echo.core.units import format_duration
 from echo.leases.book import MAX_WORKERS
 
 EXPECTED = 20.0
-"""A worker may be set aside only when it is credited with this many useful groups."""
+"""A worker may be set aside only when it is credited with this many useful groups. With fewer
+groups, an honest worker could be set aside by chance."""
 LEAST_SHARE = 0.1
 """A worker is set aside if it delivered at most this share of the useful groups that it is credited
 with."""
 AWAY_S = 600.0
-"""Number of seconds for which a worker is set aside."""
+"""Number of seconds for which a worker is set aside. After this time, its fault may have passed."""
 ALONE_S = 60.0
 """If no other worker could sample for this many seconds, no worker stays set aside."""
 

@@ -25,7 +25,8 @@ from echo.wire.actions import Action, Dial, HangUp, Note
 MAX_REFUSALS = 3
 """A node gives up after every address has refused it this many times in succession."""
 WARN_AFTER_S = 5.0
-"""A node warns the operator after this many seconds without the learner."""
+"""A node warns the operator after this many seconds without the learner. Most lost links are
+restored sooner."""
 LOST_LINK = "lost link"
 """Topic of the log lines on a lost link to the learner."""
 

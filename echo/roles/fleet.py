@@ -17,7 +17,8 @@ from echo.weights.broadcast import Broadcast
 MAX_VERSIONS_LISTED = 8
 """Largest number of versions in a status. A fleet usually fetches one or two versions at a time."""
 MIN_RUNNING_S = 5.0
-"""A group must have run for this many seconds before its rate counts as the worker's speed."""
+"""A group must have run for this many seconds before its rate counts as the worker's speed.
+Heartbeats are seconds apart, so earlier rates are inaccurate."""
 LATE_GROUPS = 2.0
 """The rate of a group also counts once the group has run this many times its worker's usual time.
 

@@ -43,7 +43,8 @@ MAX_VIEWERS = {VIEW: 16, OPERATE: 4}
 """For each key, the largest number of viewers that are connected with it. The limits are separate,
 so that viewers that only read cannot exclude an operator."""
 STATUS_S = 0.5
-"""Viewers get at most one status in this many seconds."""
+"""Viewers get at most one status in this many seconds. More statuses would cost the learner time,
+and would be too fast to read."""
 SILENT_S = 60.0
 """A viewer that has been silent for this many seconds is disconnected. A watching viewer sends a
 request every second."""

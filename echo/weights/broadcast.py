@@ -91,7 +91,8 @@ from echo.wire.messages import (
 )
 
 GIVE_UP_STALLS = 4
-"""How long a parent may lack the learner's newest version, as a multiple of stall_s."""
+"""How long a parent may lack the learner's newest version, as a multiple of stall_s. A healthy
+parent announces a version after one or two heartbeats, and stall_s is about a heartbeat."""
 
 
 class Broadcast:

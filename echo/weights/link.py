@@ -207,14 +207,16 @@ MAX_PATIENCE_S = 60.0
 whose link was slow for a while could wait hours for a dead parent.
 """
 PROMISE_GRACE_S = 0.5
-"""Seconds by which a Waiting may arrive later than the parent announced."""
+"""Seconds by which a Waiting may arrive later than the parent announced, because the parent's event
+loop may be busy."""
 MAX_PROMISE_S = 2.0
 """Longest time until the next Waiting that a Waiting may announce, in seconds. Longer times are cut
-to this value.
+to this value, so that no parent can hold a node for long. It exceeds MAX_WAITING_S of
+`weights/sender.py`.
 """
 GAP_MEMORY = 0.98
 """With each chunk, the recorded longest gap is multiplied by this factor, so that old gaps are
-forgotten.
+forgotten. After 35 chunks, a gap counts half.
 """
 MAX_WINDOW_BYTES = 64 << 20
 """Largest credit window in bytes: a parent may have to queue this number of bytes for one child."""

@@ -203,7 +203,8 @@ the keyframe's bytes.
 The present path is the last keyframe and all later deltas.
 """
 MAX_STEPS = 16
-"""Largest number of encoded versions on the path to the newest version."""
+"""Largest number of encoded versions on the path to the newest version. Each of them costs a node a
+pass over the whole image."""
 RETRY_AFTER = 8
 """A delta is tried again after this number of versions without a delta. So a run whose deltas stay
 large encodes a useless delta for one version in eight.

@@ -65,7 +65,7 @@ from echo.wire.messages import (
 
 PACE_S = 10.0
 """Length of one period, in seconds. A child's pace is measured over the present and the previous
-period.
+period. In a much shorter period, the pace would depend on single pauses.
 """
 TOGETHER_S = 0.005
 """Chunks that a child receives within this many seconds are sent in one message.
@@ -267,14 +267,17 @@ def check_fetch(message: Fetch, item: Chunked) -> None:
 # --- sender ---------------------------------------------------------------------------------------
 
 PIN_STALLS = 10
-"""Time, as a multiple of stall_s, for which a child may be silent before its item may be evicted.
+"""Time, as a multiple of stall_s, for which a child may be silent before its item may be evicted. A
+child that is silent for longer has probably gone, and its item takes the memory of a version.
 """
 FORGET_STALLS = 60
 """A child is forgotten if it has not reacted to an announcement within this time, a multiple of
-stall_s.
+stall_s. The time is long, because a child that was forgotten by mistake gets no chunks until it
+subscribes again.
 """
 MAX_LEAD_CHUNKS = 4
-"""Largest number of chunks by which a child may be ahead of its slowest sibling."""
+"""Largest number of chunks by which a child may be ahead of its slowest sibling. Without a lead,
+each child would wait for every acknowledgement of its siblings."""
 MAX_SIBLINGS = 64
 """Largest number of siblings for which a child waits. A node has more children only in a star,
 where all nodes share the learner's uplink.
@@ -289,7 +292,8 @@ SILENT_CHUNKS = 8
 chunks that the child would usually take in this time.
 """
 SILENT_AFTER_S = 0.5
-"""Shortest silence, in seconds, after which siblings do not wait for a child."""
+"""Shortest silence, in seconds, after which siblings do not wait for a child. A busy child may be
+silent for a shorter time."""
 WAITING_PERIOD_S = 0.2
 """Seconds from the first to the second Waiting; far less than MIN_PATIENCE_S of a link."""
 MAX_WAITING_S = 1.6

@@ -163,7 +163,7 @@ def by_finish(loads: Sequence[Load], *, num_promised: int) -> list[str]:
 
 RELEASE_BEATS = 4
 """If a worker ignores a request to give up a lease for this many heartbeats, the request has
-failed."""
+failed. A worker answers in its next heartbeat, but messages may be lost."""
 
 
 def moves(

@@ -46,8 +46,8 @@ MAX_VERSIONS = 16
 """Number of versions whose first installation is remembered. The newest are kept."""
 
 MEMORY = 0.8
-"""When a group is measured, the sums over a worker's earlier groups are multiplied by this
-factor."""
+"""When a group is measured, the sums over a worker's earlier groups are multiplied by this factor.
+So the last five groups have two thirds of the weight."""
 
 MAX_SPEED = 1e6
 """Highest speed of one completion that is accepted, tokens per second. Higher reported speeds are
@@ -60,7 +60,7 @@ inaccurate."""
 
 SLOWEST = 1 / 64
 """The estimated rate of a running group's longest completion is at least this share of its worker's
-speed."""
+speed. Otherwise a pause would make the forecast infinite."""
 
 RETRY_GROUPS = 4.0
 """While a worker is idle for as long as this many groups would take, its speed estimate doubles."""

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 MIN_S = 5.0
 """A scaling is computed only if each of the two loads was measured for at least this many seconds.
+In a shorter time, the rates would depend on single tokens.
 """
 MIN_RATIO = 1.5
 """A scaling is computed only if the high load had on average at least this many times the rollouts
-of the low load."""
+of the low load. With nearly equal loads, a small error of a rate would change the exponent much."""
 
 
 @dataclass(slots=True)

@@ -73,7 +73,8 @@ At most MAX_LARGE_BODIES large bodies are read at the same time.
 MAX_LARGE_BODIES = 4
 """Largest number of large bodies in memory at the same time: 64 MiB with the largest bodies."""
 BODY_S = 30.0
-"""Seconds within which a request's body must arrive."""
+"""Seconds within which a request's body must arrive. Until then, a large body keeps one of
+MAX_LARGE_BODIES places."""
 TOKEN_S = 10.0
 """Seconds after which a connection that has not sent the token is closed."""
 MAX_UNKNOWN = 256
@@ -81,7 +82,7 @@ MAX_UNKNOWN = 256
 which many systems allow a process 1 024.
 """
 KEEPALIVE_S = 75.0
-"""Seconds that a connection may be idle between two requests."""
+"""Seconds that a connection may be idle between two requests, as in nginx."""
 MIN_WAIT_S = 1.0
 """Seconds that a request for an episode waits at least. The learner must have the time to grant a
 lease, which the worker asks for only while an agent waits.

@@ -33,13 +33,15 @@ from echo.runtime.threads import Pool
 from echo.train.step import StepError
 
 CHECK_S = 5.0
-"""Seconds between two checks of time, costs and disk."""
+"""Seconds between two checks of time, costs and disk. People read alerts, so seconds do not matter.
+"""
 SEND_S = 30.0
 """Time limit of the command and of the webhook, seconds each."""
 SOCKET_S = 10.0
 """Seconds for which the webhook's server may be silent."""
 FLUSH_S = 30.0
-"""When a learner ends, it waits at most this many seconds for unsent alerts."""
+"""When a learner ends, it waits at most this many seconds for unsent alerts: as long as one alert
+may take."""
 MAX_QUEUED = 16
 """Largest number of alerts that wait to be sent."""
 

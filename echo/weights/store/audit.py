@@ -16,7 +16,8 @@ from echo.wire.actions import Action
 AUDIT_BYTES = 32 << 20
 """Number of bytes hashed in one piece of work: about 4 ms of a core."""
 AUDIT_SHARE = 0.05
-"""Largest share of the time that hashing may take."""
+"""Largest share of the time that hashing may take. Damage is rare, so an audit may take long, and
+the core has other work."""
 
 
 class Audit:

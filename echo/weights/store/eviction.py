@@ -20,7 +20,7 @@ from echo.weights.store.store import ItemStore
 from echo.wire.messages import FULL, ItemId
 
 MAX_ENCODED_VERSIONS = 64
-"""Largest number of deltas to keep for other nodes."""
+"""Largest number of deltas to keep for other nodes. Each Announce lists all of them."""
 
 
 def expendable(

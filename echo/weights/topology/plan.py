@@ -74,7 +74,8 @@ from echo.wire.messages import LEARNER_ID, NodeStats, TopologyPlan
 # a circle is possible for a moment. The watchdog ends it, since every list ends with the learner.
 
 MAX_PARENTS = 6
-"""Largest number of parents of one node, including the learner."""
+"""Largest number of parents of one node, including the learner. A node rarely loses more than a few
+parents at once."""
 
 Parents = Mapping[str, tuple[Hop, ...]]
 """Node id -> parents in order of preference."""
@@ -179,7 +180,8 @@ class _Rows:
 # plan is not patched.
 
 MOST_CHANGED = 0.25
-"""A former plan is adapted instead of replaced if at most this share of the links must change."""
+"""A former plan is adapted instead of replaced if at most this share of the links must change. Each
+changed link is placed by itself, so after many changes the plan could be far from the best."""
 
 
 def patched(fleet: Sites, previous: Parents, *, rate_bytes_per_s: float) -> list[int] | None:
@@ -284,7 +286,8 @@ class _Hosts:
 Kind = Literal["chain", "tree", "star"]
 
 THRIFT = 0.05
-"""A plan counts as equally fast if it takes longer than the fastest plan by at most this share."""
+"""A plan counts as equally fast if it takes longer than the fastest plan by at most this share.
+Measured rates have an error of about this size."""
 
 INSIGNIFICANT_S = 0.25
 """A plan counts as equally fast if it takes at most this many seconds longer than the fastest plan.
@@ -514,7 +517,8 @@ PLAN_S = 1e-2
 of the pause, nodes that join at about the same time cause only one plan.
 """
 REPLAN_S = 10.0
-"""Seconds between two plans while broadcasts take longer than WORTHWHILE_S."""
+"""Seconds between two plans while broadcasts take longer than WORTHWHILE_S. An uplink is measured
+over several seconds, so earlier plans would use the same measurements."""
 NEWS_S = 2.0
 """Seconds from the last plan to the next plan if an uplink has been measured for the first time.
 
@@ -533,7 +537,8 @@ small rates that vary would change parents, and a new parent costs a connection.
 """
 MAX_REBUILT = 64
 """Largest number of nodes for which a plan is made from scratch when a serving node joins or
-leaves.
+leaves. Such a plan avoids copies and traffic that an adapted plan would keep. In a larger fleet, it
+would change the parents of many nodes.
 """
 ASSUMED_PAYLOAD_BYTES = 1 << 30
 """Assumed size of a version, in bytes, before the first version is published."""

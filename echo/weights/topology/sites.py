@@ -33,10 +33,9 @@ ASSUMED_BYTES_PER_S = 12.5e6
 """Assumed rate of each uplink if no rate is known: 100 Mbit/s."""
 
 STRAGGLER_SHARE = 0.5
-"""A node is a straggler if its downlink is slower than this share of the best rate.
-
-The best rate is the highest rate at which all uplinks together can feed every node. No plan waits
-for a straggler.
+"""A node is a straggler if its downlink is slower than this share of the best rate. No plan waits
+for a straggler, because the plan would take more than twice as long for all other nodes. The best
+rate is the highest rate at which all uplinks together can feed every node.
 """
 
 
@@ -185,7 +184,8 @@ def _known(rate: float | None, assumed: float) -> float:
 
 
 LIMIT_SHARE = 0.7
-"""A rate is clearly lower than a second rate if it is below this share of the second rate."""
+"""A rate is clearly lower than a second rate if it is below this share of the second rate. A
+smaller difference may be an error of measurement."""
 
 
 def downlink_limits(

@@ -25,7 +25,8 @@ from echo.weights.topology.sites import Sites
 _Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 WINDOW = 16
-"""Largest number of candidate nodes whose distances to a node are compared."""
+"""Largest number of candidate nodes whose distances to a node are compared. In a large fleet, a
+comparison with all nodes would take too long."""
 
 REGION_COST = 0.5
 """Largest share by which a single link into a region may slow a tree down. If the slowdown would be
@@ -36,7 +37,8 @@ HEADROOM = 1.25
 """Upper limit of the rate for which slots are counted, as a multiple of the best possible rate."""
 
 _STEPS = 50
-"""Number of bisection steps when searching the largest rate."""
+"""Number of bisection steps when searching the largest rate. After these steps, the interval is
+smaller than the precision of a float."""
 
 
 def star(fleet: Sites) -> list[int]:

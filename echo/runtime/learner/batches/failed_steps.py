@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 MAX_FAILED_STEPS = 5
-"""The run ends after this many failed steps in a row."""
+"""The run ends after this many failed steps in a row. Each failure ends the groups at fault, so a
+longer series has another cause."""
 
 
 class FailedSteps:

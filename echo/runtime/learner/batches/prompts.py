@@ -45,7 +45,8 @@ MIN_KEPT = 4096
 is needed to check the group.
 """
 NUM_AHEAD = 64
-"""Number of prompts that are made ahead of the last requested prompt."""
+"""Number of prompts that are made ahead of the last requested prompt, so that a grant rarely waits
+for the task's code."""
 CHECKED_PROMPTS = 32
 """Number of prompts checked before a run begins, enough to cover a mixture of tasks."""
 MADE_TWICE = 4

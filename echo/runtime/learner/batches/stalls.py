@@ -52,9 +52,11 @@ LOOK_S_PER_NODE = 1e-3
 """Smallest time between two observations, seconds per node of the fleet, because the work of an
 observation grows with the fleet."""
 MIN_WAIT_S = 10.0
-"""Waits up to this many seconds always count as usual."""
+"""Waits up to this many seconds always count as usual. They are over before an operator could act.
+"""
 STEADY_WAIT_S = 2.0
-"""If the last NUM_STEPS steps together waited at most this many seconds, no wait is explained."""
+"""If the last NUM_STEPS steps together waited at most this many seconds, no wait is explained. In a
+shorter time, the fleet is observed too rarely."""
 WARM_UP_STEPS = 2
 """Number of first steps that are left out of the last steps: nodes still join in these steps, and
 build their engines."""

@@ -24,7 +24,8 @@ import math
 THROUGHPUT_WINDOW_S = 300.0
 """After this many loaded seconds, the weight of a measurement has fallen to 1/e."""
 MIN_REPORTS = 3
-"""Number of reports with new tokens that an estimate needs."""
+"""Number of reports with new tokens that an estimate needs. With fewer reports, the estimate would
+depend on the lengths of single groups."""
 
 
 class Throughput:
