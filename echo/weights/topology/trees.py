@@ -33,9 +33,6 @@ REGION_COST = 0.5
 larger, more links enter the region.
 """
 
-HEADROOM = 1.25
-"""Upper limit of the rate for which slots are counted, as a multiple of the best possible rate."""
-
 _STEPS = 50
 """Number of bisection steps when searching the largest rate. After these steps, the interval is
 smaller than the precision of a float."""
@@ -147,7 +144,7 @@ def slots_of(
     if within.any():
         bound = feeds(slots_at(rate / (1 + REGION_COST))) >= 0
         rate = largest(lambda s: bool(s.sum() >= needed and (feeds(s)[bound] >= 0).all()))
-    return [int(n) for n in slots_at(min(rate, HEADROOM * fleet.best_rate) * share)]
+    return [int(n) for n in slots_at(rate * share)]
 
 
 def _links_within(groups: Sequence[int]) -> list[int]:
