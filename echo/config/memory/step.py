@@ -148,12 +148,20 @@ class StepFootprint:
 
         The dict maps each item's name to its bytes.
         """
-        moments = list(self._moments())
+        moments = list(self._moments()) if self.is_alone else [self._moment_of_a_rank()]
         totals = [sum(moment.values()) for moment in moments]
         return moments[totals.index(max(totals))]
 
+    def _moment_of_a_rank(self) -> dict[str, int]:
+        """Return the largest bytes of a step of one of several processes, without the model's."""
+        return {
+            "gradients": self._gradient_bytes,
+            "activations": self._activation_bytes(),
+            "one layer or head": self._working_bytes_of_a_rank(),
+        }
+
     def _moments(self) -> Iterator[dict[str, int]]:
-        """Yield the step's bytes at several moments, without the model's bytes.
+        """Yield the step's bytes at several moments of a single process, without the model's bytes.
 
         Each dict maps an item's name to its bytes. One of these moments needs the most memory. The
         first micro-batch starts without gradients. When the backward pass reaches the last layer,
@@ -167,13 +175,6 @@ class StepFootprint:
         activations for a while, and reuses this memory for the first gradients of layers.
         """
         one = "one layer or head"
-        if not self.is_alone:
-            yield {
-                "gradients": self._gradient_bytes,
-                "activations": self._activation_bytes(),
-                one: self._working_bytes_of_a_rank(),
-            }
-            return
         now, width, facts = self.largest, self.compute_bytes, self.facts
         # Under an adapter neither head nor embedding has a gradient.
         outside = 0 if self.config.lora.rank else facts.vocab_size * facts.hidden_size

@@ -677,16 +677,8 @@ class RunParts:
             trainer = self._trainer(start)
             attribution = self._attribution(trainer)
             buffer = self._buffer(start, trainer)
-            prompts = PromptsAhead(
-                data.prompts,
-                num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
-                first=start.next_group_id,
-                again=start.open_attempts,
-            )
+            prompts = self._prompts(start)
             role = self._role(start, buffer, prompts, now)
-            for reason in start.ends.values():
-                role.counters.add(f"discarded/{reason}")
-            role.counters.add("tokens/too_old", start.num_too_old_tokens)
             save_resolved(config, config.run_dir / "config.json")
             saved.enter(start)
             on_failure.pop_all()
@@ -803,6 +795,15 @@ class RunParts:
                 start.ends[group.group_id] = reason
         return buffer
 
+    def _prompts(self, start: StartingPoint) -> PromptsAhead:
+        config = self.config
+        return PromptsAhead(
+            self.data.prompts,
+            num_out=(config.sync.max_staleness + 1) * config.batch.groups_per_step,
+            first=start.next_group_id,
+            again=start.open_attempts,
+        )
+
     def _role(
         self, start: StartingPoint, buffer: StalenessBuffer, prompts: PromptsAhead, now: float
     ) -> Learner:
@@ -818,7 +819,7 @@ class RunParts:
             expected=expected_rollouts(self.config, self.data.prompts),
             is_resumed=len(start.lineages) > 1,
         )
-        return Learner(
+        role = Learner(
             replace(settings, uplinks=start.uplinks),
             RunState(
                 leases=leases,
@@ -832,6 +833,10 @@ class RunParts:
             buffer=buffer,
             prompts=prompts,
         )
+        for reason in start.ends.values():
+            role.counters.add(f"discarded/{reason}")
+        role.counters.add("tokens/too_old", start.num_too_old_tokens)
+        return role
 
 
 def learner_settings(
