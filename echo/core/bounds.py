@@ -56,6 +56,9 @@ MAX_REASON_LENGTH = 500
 """Largest number of characters of a reason that a node states: why it leaves, why a group has no
 result, or why an engine refuses a version. A reason is a sentence. A longer text is cut, because it
 comes from the code of tasks and engines."""
+MAX_TRACEBACK_LENGTH = 2000
+"""Largest number of characters of a traceback. Of a longer traceback, the end is kept, because it
+has the error and the line."""
 
 NodeId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 Word: TypeAlias = Annotated[str, Meta(max_length=128)]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from echo.core.bounds import MAX_REASON_LENGTH, MAX_TRACEBACK_LENGTH
 from echo.core.errors import DataError, RemoteProtocolError
 from echo.core.monitoring.metrics import Counters
 from echo.core.records import Cancelled, Refused
@@ -43,9 +44,6 @@ from echo.wire.messages import (
 MAX_FATAL = 3
 """If this many engines have become unusable while they sampled the same group, the group ends.
 Otherwise the group could make one engine after another unusable."""
-MAX_CAUSE_LENGTH = 2600
-"""A worker reports a cause, which is a sentence and a traceback. The learner keeps this number of
-characters from the end of the cause."""
 
 NO_FAULT = frozenset({"stale", "abandoned_version"})
 """Reasons for which a result is refused without any fault of the worker. Such a result was valid
@@ -307,7 +305,7 @@ class Results:
             return self._ack(node_id, message, "duplicate")
         if not self._may_end(node_id, message):
             return self._disown(node_id, message, now)
-        reason, detail = known_reason(message.reason), message.detail
+        reason, detail = known_reason(message.reason), message.detail[:MAX_REASON_LENGTH]
         if message.is_elsewhere:
             if message.reason == ENGINE_ERROR:
                 group.fatal.add(message.attempt)
@@ -322,7 +320,7 @@ class Results:
                 message.group_id,
                 reason,
                 worker_id=node_id,
-                cause=_printable(f"{detail}\n{message.traceback}".strip()),
+                cause=_printable(f"{detail}\n{message.traceback[-MAX_TRACEBACK_LENGTH:]}".strip()),
             ),
             *self._count(node_id, is_useful=False, now=now),
             *self._ack(node_id, message, "refused", reason),
@@ -370,7 +368,5 @@ class Results:
 
 
 def _printable(text: str) -> str:
-    """Return the last MAX_CAUSE_LENGTH characters of a text. "?" replaces control characters."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else "?" for char in text[-MAX_CAUSE_LENGTH:]
-    )
+    """Return a text with "?" in place of control characters."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

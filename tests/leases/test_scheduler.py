@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo.core.bounds import MAX_TRACEBACK_LENGTH
 from echo.core.buffer import StalenessBuffer
 from echo.core.errors import DataError
 from echo.core.monitoring.metrics import Counters
@@ -380,6 +381,23 @@ def test_a_lease_from_before_a_restart_is_no_rival_of_whoever_claims_it(is_liste
     actions += granting.results.on_failed("w1", failed, now=0.2)
     assert not recorded(actions, Cancelled)
     assert granting.counters["leases_cancelled"] == granting.counters["hedges/lost"] == 0
+
+
+def test_the_cause_of_a_failure_has_the_reason_and_the_end_of_the_traceback() -> None:
+    granting = make_granting()
+    granted(granting, make_worker("w1", (2, 3), 1))
+    trace = f"{'a frame ' * 9999}KeyError"
+    failed = Failed(
+        group_id=12, attempt=0, reason="reward_error", detail="no \x1b answer", traceback=trace
+    )
+    [cause] = [
+        action.cause
+        for action in granting.results.on_failed("w1", failed, now=0.1)
+        if isinstance(action, AppendRecord)
+    ]
+    assert cause.startswith("no ? answer\n")
+    assert cause.endswith("a frame KeyError")
+    assert len(cause) == len("no ? answer\n") + MAX_TRACEBACK_LENGTH
 
 
 def test_a_group_of_which_nothing_can_be_learned_counts_against_its_worker() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echo.core.bounds import MAX_PAYLOAD_BYTES, MAX_REASON_LENGTH
+from echo.core.bounds import MAX_PAYLOAD_BYTES, MAX_REASON_LENGTH, MAX_TRACEBACK_LENGTH
 from echo.core.monitoring.metrics import Counters
 from echo.core.rollout import Group, Rollout, StaleTokens
 from echo.core.units import one_line
@@ -23,10 +23,6 @@ from echo.roles.worker.sampling import NoResult
 from echo.wire.actions import Action, Note
 from echo.wire.codec import encode_group, payload_bytes
 from echo.wire.messages import Deliver, Failed, Lease
-
-MAX_TRACEBACK_LENGTH = 10_000
-"""Largest number of characters of the traceback in a Failed. The end of a longer traceback is sent,
-because it has the error and the line."""
 
 
 @dataclass(frozen=True, slots=True)

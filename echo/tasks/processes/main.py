@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from echo.core.bounds import MAX_TRACEBACK_LENGTH
 from echo.core.errors import EchoError
 from echo.core.reward_parts import find_name_fault
 from echo.core.units import counted
@@ -53,9 +54,6 @@ _LOOP_ADVICE = (
     "; make the function `async` and await in it: all calls then share one event loop, for which a "
     "client is made once, in the first call"
 )
-
-MAX_TRACEBACK_LENGTH = 2000
-"""If a traceback is longer than this number of characters, only its end is sent."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest size of a message in bytes. Without a bound, a task's code could make the node read a
