@@ -261,8 +261,10 @@ ROLLOUT_SUMS = NUM_ROLLOUTS, ROLLOUT_RATIO, ROLLOUT_SQUARE = (
     "rollout_ratio_square",
 )
 """Names of the sums that `rollout_ratio_sums` returns, in order."""
-MAX_ROLLOUT_LOG_RATIO = 20.0
-"""Bound on the absolute log-ratio of a rollout in nats, so that sums stay finite."""
+MAX_LOG_RATIO = 20.0
+"""Bound on the absolute log-ratio of a token or a rollout in nats, so that sums stay finite. It is
+the bound of kernels/contract.py, which would load torch.
+"""
 
 
 def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -276,7 +278,7 @@ def rollout_ratio_sums(log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """
     has_tokens = mask.any(1)
     of_rollout = log_ratios.detach().double().where(mask, 0.0).sum(1)
-    ratio = of_rollout.clamp(-MAX_ROLLOUT_LOG_RATIO, MAX_ROLLOUT_LOG_RATIO).exp()
+    ratio = of_rollout.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     ratio = ratio.where(has_tokens, 0.0)
     return {
         NUM_ROLLOUTS: has_tokens.sum(),
@@ -314,10 +316,6 @@ def rollout_ess(sums: Mapping[str, float]) -> float:
 # entropy of pi. Its mean is 0 for tokens sampled from pi, and positive for less likely tokens. A
 # worker may sample at a higher temperature and report the learner's own log-probabilities. Then its
 # mismatch is 0, and its surprise is not.
-
-
-MAX_LOG_RATIO = 50.0
-"""Bound on the absolute log-ratio of a token in nats, so that sums stay finite."""
 
 
 @dataclass(frozen=True, slots=True)

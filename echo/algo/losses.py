@@ -54,10 +54,6 @@ from echo.kernels.contract import MAX_LOG_RATIO, RatioClip
 # read the result as a distance on these tokens only.
 
 
-MIN_LOG_RATIO = -20.0
-"""Lower bound on log r in k3. It limits k3 to 19 nats for a token that the other policy excludes.
-Without a bound, k3 of such a token would be infinite.
-"""
 MAX_KL_LOG_RATIO = 5.0
 """Upper bound on log r in k3. It limits k3 of one token to 142 nats. Without a bound, k3 reached
 3e6 in a run published with GEPO.
@@ -79,7 +75,7 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
     k3 = r - 1 - log r, where r = other / p.
     """
-    log_ratio = (other_logprobs - logprobs).clamp(MIN_LOG_RATIO, MAX_KL_LOG_RATIO)
+    log_ratio = (other_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_KL_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
 
 

@@ -19,7 +19,8 @@ BackendName = Literal["auto", "triton", "torch"]
 """Name of a backend; "auto" chooses the fastest backend for the input."""
 
 MAX_LOG_RATIO = 20.0
-"""Bound on |log ratio| before exp, as in verl, so that float32 ratios stay finite."""
+"""Bound on |log ratio| in nats before exp, as in verl, so that ratios, their squares and their sums
+stay finite in float32. It limits k3 to 19 nats for a token that the other policy excludes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,9 +61,8 @@ MAX_LONG_WAITS = 10
 MIN_WAIT_S = 1.0
 """A wait is listed only if it takes more than this many seconds. Most steps wait for a moment."""
 MAX_LOG_LINES = 40
-"""Largest number of lines of the learner's log in a report. The newest lines are shown."""
-MAX_SAMPLE_LINES = 40
-"""Largest number of logged rollout samples in a report. The newest samples are shown."""
+"""Largest number of lines in each of three lists of a report: the learner's log, its warnings, and
+its samples of rollouts. The newest lines are shown."""
 LOG_BYTES = 4 << 20
 """Number of bytes that are read from the end of the learner's log."""
 
@@ -211,7 +210,7 @@ def read_run(run_dir: Path) -> ReportedRun:
         nodes=_nodes(run_dir, config, rows),
         log=[line for line in log if SAMPLE not in line][-MAX_LOG_LINES:],
         log_warnings=[line for line in log if WARNING.match(line)][-MAX_LOG_LINES:],
-        log_samples=[line for line in log if SAMPLE in line][-MAX_SAMPLE_LINES:],
+        log_samples=[line for line in log if SAMPLE in line][-MAX_LOG_LINES:],
     )
 
 
