@@ -209,10 +209,9 @@ whose link was slow for a while could wait hours for a dead parent.
 PROMISE_GRACE_S = 0.5
 """Seconds by which a Waiting may arrive later than the parent announced, because the parent's event
 loop may be busy."""
-MAX_PROMISE_S = 2.0
-"""Longest time until the next Waiting that a Waiting may announce, in seconds. Longer times are cut
-to this value, so that no parent can hold a node for long. It exceeds MAX_WAITING_S of
-`weights/sender.py`.
+MAX_WAITING_S = 1.6
+"""Longest time between two Waitings of a parent, in seconds. A waiting child detects the death of
+its parent only after this time. If a Waiting announces a longer time, this time is assumed instead.
 """
 GAP_MEMORY = 0.98
 """With each chunk, the recorded longest gap is multiplied by this factor, so that old gaps are
@@ -382,7 +381,7 @@ class ParentLink:
         """Record that the parent has sent Waiting and will repeat it within `again_s`."""
         self._move(LinkEvent.WAITS)
         self.progress_at = now
-        self.promised_s = min(again_s, MAX_PROMISE_S)  # a longer time is not accepted
+        self.promised_s = min(again_s, MAX_WAITING_S)  # a longer time is not accepted
         self.rate.pause()
 
     def complete(self) -> None:

@@ -36,7 +36,7 @@ from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import MAX_WINDOW_BYTES
+from echo.weights.link import MAX_WAITING_S, MAX_WINDOW_BYTES
 from echo.weights.rates import SAMPLE_S, UplinkEstimate
 from echo.weights.store.encoded import EncodedVersion
 from echo.weights.store.items import Chunked, Transfer
@@ -296,10 +296,6 @@ SILENT_AFTER_S = 0.5
 silent for a shorter time."""
 WAITING_PERIOD_S = 0.2
 """Seconds from the first to the second Waiting; far less than MIN_PATIENCE_S of a link."""
-MAX_WAITING_S = 1.6
-"""Longest time between two Waitings, in seconds. A waiting child detects the death of its parent
-only after this time.
-"""
 
 
 class Sender:

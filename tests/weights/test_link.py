@@ -17,7 +17,7 @@ from echo.weights import link as link_module
 from echo.weights.link import (
     LOOP_S,
     MAX_PATIENCE_S,
-    MAX_PROMISE_S,
+    MAX_WAITING_S,
     MAX_WINDOW_BYTES,
     MIN_PATIENCE_S,
     TABLE,
@@ -254,7 +254,7 @@ def test_patience(rate: float, rtt_s: float | None, patience_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("again_s", "patience_s"),
-    [(1.6, 2.1), (1e9, MAX_PROMISE_S + 0.5), (0.0, 0.5)],
+    [(1.6, 2.1), (1e9, MAX_WAITING_S + 0.5), (0.0, 0.5)],
 )
 def test_a_parent_that_waits_has_the_time_that_it_says_within_reason(
     again_s: float, patience_s: float
