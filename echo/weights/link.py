@@ -39,14 +39,14 @@ children share an uplink. If there is a spare parent, the node leaves its parent
 silence. Without a spare parent the node repeats its request once, and leaves the parent at the
 second silence. These rules change or bound `patience_s`:
 
-* With a spare parent, `patience_s` is at least MIN_PATIENCE_S.
+* With a spare parent, `patience_s` is at least BUSY_S.
 * Without a spare parent, `patience_s` is at least the configured time. The same holds for the first
   chunk after a request, because all children request this chunk at the same time.
 * While the rate of the link is unknown, `patience_s` is the configured time. This time doubles with
   each parent that the node leaves because of a silence, up to MAX_PATIENCE_S. Otherwise a slow link
   would never deliver a chunk.
 * Each Waiting announces the time of the next Waiting. The next Waiting may arrive up to
-  PROMISE_GRACE_S after that time.
+  BUSY_S after that time.
 * There is no limit while a chunk is being written. If the disk is slower than the link, the parent
   has no credit and cannot send.
 """
@@ -197,18 +197,16 @@ _ASKED_AGAIN = frozenset({LinkState.SUBSCRIBED_AGAIN, LinkState.REQUESTED_AGAIN}
 
 # --- link: credit and patience --------------------------------------------------------------------
 
-MIN_PATIENCE_S = 0.5
-"""Shortest `patience_s` with a spare parent, in seconds. With a much shorter time, the node would
-leave each parent that is busy for a moment. With a longer time, all nodes below a dead parent would
-wait longer.
+BUSY_S = 0.5
+"""Seconds for which a healthy node may be silent, because its event loop is busy. With a spare
+parent, `patience_s` is at least this time. A promised Waiting may be late by this time. With a much
+shorter time, a node would leave each parent that is busy for a moment. With a longer time, all
+nodes below a dead parent would wait longer.
 """
 MAX_PATIENCE_S = 60.0
 """Longest `patience_s` in seconds, unless the configured time is longer. Without this limit, a node
 whose link was slow for a while could wait hours for a dead parent.
 """
-PROMISE_GRACE_S = 0.5
-"""Seconds by which a Waiting may arrive later than the parent announced, because the parent's event
-loop may be busy."""
 MAX_WAITING_S = 1.6
 """Longest time between two Waitings of a parent, in seconds. A waiting child detects the death of
 its parent only after this time. If a Waiting announces a longer time, this time is assumed instead.
@@ -403,7 +401,7 @@ class ParentLink:
     def patience_s(self, chunk_bytes: int) -> float:
         """Return for how many seconds the parent may be silent."""
         usual = self._usual_patience_s(chunk_bytes)
-        promised = self.promised_s + PROMISE_GRACE_S if self.promised_s else 0.0
+        promised = self.promised_s + BUSY_S if self.promised_s else 0.0
         return usual if usual > promised else promised
 
     def _usual_patience_s(self, chunk_bytes: int) -> float:
@@ -411,7 +409,7 @@ class ParentLink:
         if rate is None or self.rtt_s is None:
             return self.unmeasured_patience_s
         is_first = self.state in (LinkState.REQUESTED, LinkState.REQUESTED_AGAIN)
-        least = MIN_PATIENCE_S if self.has_spare and not is_first else self.stall_s
+        least = BUSY_S if self.has_spare and not is_first else self.stall_s
         chunks_s = 4 * chunk_bytes / rate if rate > 1.0 else 4.0 * chunk_bytes
         longest = max(least, 4 * self.rtt_s, chunks_s, 3 * self.longest_gap_s)
         most = self._most_patience_s

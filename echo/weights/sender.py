@@ -36,7 +36,7 @@ from echo.core.bounds import MAX_CHUNKS
 from echo.core.errors import RemoteProtocolError, StorageError
 from echo.core.rollout import PolicyVersion
 from echo.core.timers import earliest
-from echo.weights.link import MAX_WAITING_S, MAX_WINDOW_BYTES
+from echo.weights.link import BUSY_S, MAX_WAITING_S, MAX_WINDOW_BYTES
 from echo.weights.rates import SAMPLE_S, UplinkEstimate
 from echo.weights.store.encoded import EncodedVersion
 from echo.weights.store.items import Chunked, Transfer
@@ -289,13 +289,10 @@ depend on single pauses. In a longer time, a slow child would delay its siblings
 """
 SILENT_CHUNKS = 8
 """Length of a silence after which siblings do not wait for a child. It is given as the number of
-chunks that the child would usually take in this time.
+chunks that the child would usually take in this time. The silence lasts at least BUSY_S.
 """
-SILENT_AFTER_S = 0.5
-"""Shortest silence, in seconds, after which siblings do not wait for a child. A busy child may be
-silent for a shorter time."""
 WAITING_PERIOD_S = 0.2
-"""Seconds from the first to the second Waiting; far less than MIN_PATIENCE_S of a link."""
+"""Seconds from the first to the second Waiting; far less than BUSY_S of a link."""
 
 
 class Sender:
@@ -447,9 +444,7 @@ class Sender:
 
     def _patience_s(self, child: Child, now: float) -> float:
         """Return how long siblings wait for a silent child without credit, in seconds."""
-        return min(
-            max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), SILENT_AFTER_S), SLOW_AFTER_S
-        )
+        return min(max(SILENT_CHUNKS / max(child.pace.rate(now), 1e-3), BUSY_S), SLOW_AFTER_S)
 
     def _limit(self, family: list[tuple[str, Child]], now: float) -> int | None:
         """Return the largest `lead` that a child in `family` may reach; None for no limit.

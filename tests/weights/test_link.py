@@ -15,11 +15,11 @@ from echo.core.errors import LocalProtocolError
 from echo.core.tables import IMPOSSIBLE
 from echo.weights import link as link_module
 from echo.weights.link import (
+    BUSY_S,
     LOOP_S,
     MAX_PATIENCE_S,
     MAX_WAITING_S,
     MAX_WINDOW_BYTES,
-    MIN_PATIENCE_S,
     TABLE,
     LinkEvent,
     LinkState,
@@ -237,7 +237,7 @@ def test_patience_doubles_with_each_parent_that_was_left_until_one_shows_a_rate(
 @pytest.mark.parametrize(
     ("rate", "rtt_s", "patience_s"),
     [
-        (1e9, 0.001, MIN_PATIENCE_S),
+        (1e9, 0.001, BUSY_S),
         (1e9, 0.4, 1.6),
         (CHUNK / 2, 0.1, 8.0),
         (100.0, 0.1, MAX_PATIENCE_S),
@@ -266,20 +266,20 @@ def test_a_parent_that_waits_has_the_time_that_it_says_within_reason(
     assert link.state is LinkState.WAITING
     assert link.patience_s(CHUNK) == pytest.approx(patience_s)
     link.lives(now=at)
-    assert link.patience_s(CHUNK) == MIN_PATIENCE_S, "it has sent something"
+    assert link.patience_s(CHUNK) == BUSY_S, "it has sent something"
 
 
 def test_only_one_with_a_spare_is_left_at_once_and_not_before_the_first_chunk() -> None:
     link = make()
     at, _ = pull(link, 1e9, num_chunks=200)
-    assert link.patience_s(CHUNK) == MIN_PATIENCE_S
+    assert link.patience_s(CHUNK) == BUSY_S
     link.has_spare = False
     assert link.patience_s(CHUNK) == STALL_S
     link.has_spare = True
     link.fetch(now=at)
     assert link.patience_s(CHUNK) == STALL_S
     link.lives(now=at + 0.1)
-    assert link.patience_s(CHUNK) == MIN_PATIENCE_S
+    assert link.patience_s(CHUNK) == BUSY_S
 
 
 def test_one_that_starves_at_times_is_given_longer() -> None:
@@ -288,12 +288,12 @@ def test_one_that_starves_at_times_is_given_longer() -> None:
     at = 5.0  # for the first chunk everybody waits
     for _ in range(200):
         take(link, now=(at := at + 0.01))
-    assert link.patience_s(CHUNK) == MIN_PATIENCE_S
+    assert link.patience_s(CHUNK) == BUSY_S
     take(link, now=(at := at + 0.45))
     assert link.patience_s(CHUNK) == pytest.approx(1.35)
     for _ in range(200):
         take(link, now=(at := at + 0.01))
-    assert link.patience_s(CHUNK) == MIN_PATIENCE_S
+    assert link.patience_s(CHUNK) == BUSY_S
 
 
 def test_what_the_parent_itself_waits_for_is_no_gap() -> None:
