@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo.leases.grants.finish_times import MAX_LENGTHS, FinishTimes, LengthHistory
+from echo.leases.grants.finish_times import MAX_GROUPS, FinishTimes, LengthHistory
 from echo.leases.groups import LeaseRecord
 from echo.wire.messages import LeaseState
 
@@ -34,11 +34,11 @@ def test_the_rest_is_the_mean_of_what_is_longer(seen: list[int], num_tokens: flo
     lengths = LengthHistory(max_tokens=1000)
     for length in seen:
         lengths.add(length)
-    longer = [length for length in seen[-MAX_LENGTHS:] if length > num_tokens]
+    longer = [length for length in seen[-MAX_GROUPS:] if length > num_tokens]
     expected = statistics.fmean(longer) - num_tokens if longer else max(1.0, num_tokens)
     assert lengths.rest(num_tokens) == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert lengths.rest(num_tokens) > 0
-    assert lengths.mean == pytest.approx(statistics.fmean(seen[-MAX_LENGTHS:]))
+    assert lengths.mean == pytest.approx(statistics.fmean(seen[-MAX_GROUPS:]))
 
 
 def test_a_worker_that_says_it_took_no_time_has_a_speed_all_the_same() -> None:

@@ -36,11 +36,10 @@ from echo.leases.book import MAX_WORKERS
 from echo.leases.groups import LeaseRecord
 from echo.wire.messages import LeaseState
 
-MAX_LENGTHS = 256
-"""Number of groups whose lengths are remembered. The newest are kept."""
-
-MAX_TIMES = 64
-"""Number of groups whose durations are remembered. The newest are kept."""
+MAX_GROUPS = 256
+"""Number of groups whose lengths and durations are remembered. The newest are kept, so that the
+estimates follow the policy: the lengths of its answers change during a run.
+"""
 
 MAX_VERSIONS = 16
 """Number of versions whose first installation is remembered. The newest are kept."""
@@ -88,9 +87,9 @@ class LengthHistory:
     def add(self, num_tokens: int) -> None:
         """Add the length of a group.
 
-        If there are more than MAX_LENGTHS lengths, drop the oldest.
+        If there are more than MAX_GROUPS lengths, drop the oldest.
         """
-        if len(self._newest) == MAX_LENGTHS:
+        if len(self._newest) == MAX_GROUPS:
             self._sorted.remove(self._newest.popleft())
         self._newest.append(num_tokens)
         insort(self._sorted, num_tokens)
@@ -159,7 +158,7 @@ class FinishTimes:
         self._first_at: RecentMap[PolicyVersion, float] = RecentMap(max_entries=MAX_VERSIONS)
         self._usual = 1.0
         self._fastest = 1.0
-        self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
+        self._seconds: deque[float] = deque(maxlen=MAX_GROUPS)
         """Seconds that each of the last groups took, for all workers together."""
 
     @property
