@@ -285,9 +285,12 @@ class _Hosts:
 
 Kind = Literal["chain", "tree", "star"]
 
-THRIFT = 0.05
-"""A plan counts as equally fast if it takes longer than the fastest plan by at most this share.
-Measured rates have an error of about this size."""
+MIN_GAIN, BUSY_GAIN = 0.03, 0.1
+"""A plan counts as faster than another if it saves more than this share of the predicted time.
+
+The first value applies between broadcasts, the second during a broadcast. Measured rates have an
+error of a few percent.
+"""
 
 INSIGNIFICANT_S = 0.25
 """A plan counts as equally fast if it takes at most this many seconds longer than the fastest plan.
@@ -420,7 +423,7 @@ def _by_region(plans: Sequence[_Plan]) -> list[_Plan]:
 
 
 def _thriftiest(plans: Sequence[_Plan]) -> _Plan:
-    enough_s = max((1 + THRIFT) * plans[0].seconds, plans[0].seconds + INSIGNIFICANT_S)
+    enough_s = max((1 + MIN_GAIN) * plans[0].seconds, plans[0].seconds + INSIGNIFICANT_S)
     return min((plan for plan in plans if plan.seconds <= enough_s), key=lambda plan: plan.cost)
 
 
@@ -523,11 +526,6 @@ NEWS_S = 2.0
 """Seconds from the last plan to the next plan if an uplink has been measured for the first time.
 
 Several probes end at about the same time, so one plan can use all results.
-"""
-MIN_GAIN, BUSY_GAIN = 0.03, 0.1
-"""A new plan replaces the plan in force if it saves more than this share of the predicted time.
-
-The first value applies between broadcasts, the second during a broadcast.
 """
 WORTHWHILE_S = 0.5
 """If broadcasts take less than this time, in seconds, no plan is made because of measurements.
