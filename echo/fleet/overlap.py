@@ -37,8 +37,8 @@ In the other cases, some nodes may still be too slow: even if their groups began
 possible, the groups would be less than SLACK versions below the staleness bound. These nodes also
 begin as early as admission allows. Each node counts in proportion to its rate.
 
-Batches that begin early accumulate until they reach the staleness bound. If the fleet is hardly
-faster than the learner, this takes many steps. The prediction is for the steps after that.
+Batches that begin early accumulate until they reach the staleness bound. If the fleet is only a
+little faster than the learner, this takes many steps. The prediction is for the steps after that.
 
 The second form of the rule and the prediction are not in the paper.
 """
@@ -243,7 +243,7 @@ def predict(
         speeds = nodes or [NodeSpeed(rate=rate, group_s=latency_s)]
         late_share = _share_of_late_nodes(job, speeds, broadcast_s, step_s)
     if late_share < 1:
-        pipeline.make_steps(_warm_up(job, step_s, pipeline.batch_s))
+        pipeline.make_steps(_warm_up(job, pipeline.batch_s))
     staleness = pipeline.staleness(late_share)
     demand = job.rollouts_per_step / step_s
     surplus = 0.0 if is_paced else max(0.0, rate - demand)
@@ -264,10 +264,14 @@ def _share_of_late_nodes(
     return sum(node.rate for node in late) / sum(node.rate for node in nodes)
 
 
-def _warm_up(job: Job, step_s: float, batch_s: float) -> int:
-    """Return the number of steps in which early batches accumulate up to the staleness bound."""
-    surplus = 1 - batch_s / step_s
-    if surplus <= 0:
+def _warm_up(job: Job, batch_s: float) -> int:
+    """Return the number of steps in which early batches accumulate up to the staleness bound.
+
+    If the fleet is faster than the learner by at most OPEN_SHARE, batches do not accumulate
+    reliably, and the result is 0.
+    """
+    surplus = 1 - batch_s / job.train_s
+    if surplus <= OPEN_SHARE:
         return 0
     return math.ceil(min(_LONGEST_WARM_UP, (job.max_staleness + 1) / surplus))
 

@@ -144,12 +144,13 @@ def test_only_nodes_that_are_fast_enough_begin_late() -> None:
 
 
 def test_groups_that_are_made_early_accumulate_up_to_the_bound() -> None:
-    # A fleet that is 2 % faster than the learner makes a batch more in 50 steps.
-    nodes = [NodeSpeed(rate=6.528, group_s=0.0)]
+    # A fleet that is 5 % faster than the learner makes a batch more in 20 steps.
     for bound in (2, 6):
         job = replace(JOB, publish_period=1, max_staleness=bound)
-        found = predict(job, rate=6.528, broadcast_s=0.0, latency_s=0.0, nodes=nodes)
-        assert found.mean_staleness == pytest.approx(bound)
+        for rate, expected in ((6.72, bound), (6.41, 1.0)):
+            nodes = [NodeSpeed(rate=rate, group_s=0.0)]
+            found = predict(job, rate=rate, broadcast_s=0.0, latency_s=0.0, nodes=nodes)
+            assert found.mean_staleness == pytest.approx(expected, abs=0.06)
 
 
 def test_a_starved_learner_waits_for_what_is_missing() -> None:
