@@ -107,6 +107,8 @@ def test_one_slow_node_does_not_make_the_learner_wait_for_all() -> None:
     assert fleet.mean_latency_s(JOB, [8, 1]) == pytest.approx((8 * 4 + 0.01 * 400) / 8.01)
     assert outcome_of(fleet, JOB, [8, 1]).prediction.idle_share < 0.01
     assert fleet.mean_latency_s(JOB, [0, 0]) == 0
+    speeds = [(speed.rate, speed.group_s) for speed in fleet.speeds(JOB, [3, 1])]
+    assert speeds == [*[pytest.approx((1.0, 4.0))] * 3, pytest.approx((0.01, 400.0))]
     selection = Selection(counts=(8, 1), job=JOB, cost_per_h=9.0, gap=0.0)
     assert describe_fleet(fleet, selection).binding is Resource.LEARNER
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from echo.fleet.explain import ObservedFleet
 from echo.fleet.market import Region
+from echo.roles.fleet import FleetView
 from echo.runtime.learner import setup
 from echo.sim.scenario import Scenario
 from tests.promises.conftest import MakeWorld
@@ -317,6 +319,23 @@ def test_a_wait_after_the_last_worker_is_gone_is_for_a_worker(make_world: MakeWo
     world.run_until(lambda: bool(explained(world)), within_s=200.0)
     assert explained(world)[-1]["cause"] == "no_worker"
     assert "start workers" in world.node("learner")._stalls.waiting_for
+
+
+def test_a_long_wait_is_observed_once_in_a_heartbeat(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Run(make_world).start(rated=replace(PACE, slowdown_of=lambda key: 1e9))
+    world.run(60.0)
+    observe, seen = FleetView.observe, []
+
+    def counted(view: FleetView) -> ObservedFleet:
+        seen.append(world.now)
+        return observe(view)
+
+    monkeypatch.setattr(FleetView, "observe", counted)
+    world.run(60.0)
+    heartbeat_s = world.node("learner").role.settings.leases.heartbeat_s
+    assert len(seen) == pytest.approx(60.0 / heartbeat_s, abs=1)
 
 
 def test_a_wait_that_goes_on_is_in_the_files_of_the_run(make_world: MakeWorld) -> None:
