@@ -15,6 +15,7 @@ from echo.core.errors import DataError
 from echo.core.rollout import PolicyVersion
 from echo.engine.hf.engine import TransformersEngine
 from echo.engine.model import load_directory
+from echo.roles.joining import LIKELY_IDS
 from echo.runtime.learner.evaluation_node import EvaluationNode, HeldoutGroups
 from echo.runtime.learner.setup import (
     Data,
@@ -117,6 +118,18 @@ def test_workers_give_the_scores_of_one_machine(
         first, again = granted[::2], granted[1::2]
         assert [each.seed for each in first] == [each.seed for each in again]
         assert node.engines == {"transformers float32"}
+
+    play(scenario)
+
+
+def test_workers_send_no_ids_that_only_a_loss_needs(play: Play) -> None:
+    loss = {"kind": "gspo", "score_centering": 8}
+
+    async def scenario(run: Run) -> None:
+        config = run.config("learner", loss=loss, **SETTINGS)
+        node = await evaluation(run, load_data(config), loss=loss)
+        assert node.role.settings.admission.settings[LIKELY_IDS] == 0
+        node.release()
 
     play(scenario)
 

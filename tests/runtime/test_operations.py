@@ -169,6 +169,8 @@ def test_the_bound_moves_within_the_hard_bound_and_is_recorded(fleet: World) -> 
     assert outcome == Outcome(number=7, is_done=True, text="staleness bound for new leases: 2 -> 1")
     fleet.run(1.0)
     assert fleet.snapshots[-1].bound == 1
+    outcome = operation(fleet, "set", "sync.max_staleness", "1")
+    assert (outcome.is_done, outcome.text) == (True, "staleness bound for new leases: 1 already")
     outcome = operation(fleet, "set", "sync.max_staleness", "3")
     assert not outcome.is_done
     assert "must be from 0 to 2" in outcome.text
@@ -176,7 +178,7 @@ def test_the_bound_moves_within_the_hard_bound_and_is_recorded(fleet: World) -> 
     records = list(read_records(fleet.run_dir))
     [moved] = [record for record in records if isinstance(record, BoundChanged)]
     assert (moved.before, moved.bound, moved.cause) == (2, 1, "operator: ann@desk")
-    [operated] = [record for record in records if isinstance(record, Operated)]
+    operated, _ = [record for record in records if isinstance(record, Operated)]
     assert (operated.by, operated.act, operated.subject, operated.value) == (
         "ann@desk", "set", "sync.max_staleness", "1",
     )  # fmt: skip

@@ -126,6 +126,8 @@ class Operations:
             )
         before = self._role.buffer.admission_staleness
         bound = int(operation.value[:9])
+        if bound == before:
+            return f"staleness bound for new leases: {bound} already"
         self._bound.set(self._role.step, bound, cause=f"operator: {one_line(operation.by)}")
         return f"staleness bound for new leases: {before} -> {bound}"
 

@@ -21,6 +21,7 @@ from echo.algo.losses import EntropyBonusLoss, ReferenceKlLoss
 from echo.config.checks import check_likely_ids, max_tree_tokens
 from echo.config.layers import flatten
 from echo.config.load import inherited_settings, resolved, save_resolved
+from echo.config.losses import GrpoSection
 from echo.config.memory.budget import (
     ASSUMED_PROMPT_TOKENS,
     CHECKPOINTING,
@@ -1109,11 +1110,12 @@ def spread_settings(config: Config, num_answers: int) -> Config:
     """Return the settings of an evaluation by workers. Each answer is a group of one rollout.
 
     All groups form one batch. An interrupted rollout is not continued by another worker, because
-    its seed would change.
+    its seed would change. No loss is computed, so workers send nothing that the run's loss needs.
     """
     return config.model_copy(
         update={
             "agent": AgentSection(),
+            "loss": GrpoSection(kind="grpo"),
             "batch": config.batch.model_copy(
                 update={"group_size": 1, "groups_per_step": num_answers}
             ),
