@@ -21,7 +21,7 @@ from echo.roles.worker.sampling import CallReturned, EngineCall, MembersGrown, R
 from echo.roles.worker.worker import EngineBuilt, Worker
 from echo.runtime.node import DialingNode
 from echo.sim.clock import InlineThreads
-from echo.sim.lengths import Groups
+from echo.sim.lengths import Groups, Shares
 from echo.sim.timing import EngineModel, Running
 from echo.sim.transport import SimTransport
 from echo.weights.receiver import VersionArrived, VersionAudited
@@ -206,22 +206,29 @@ class SimWorker(DialingNode):
         call = self._calls.pop(key_of(lease))
         shares = running.shares()
         self._groups.sampled(lease, shares)
-        member = stand_in([version for version, _ in shares])
+        longest, other = stand_in(shares, running.length.longest), stand_in(shares, 1)
         for group in call.groups:
-            self.report(MembersGrown(call, group, [member] * len(group.members)))
+            members = [longest, *[other] * (len(group.members) - 1)]
+            self.report(MembersGrown(call, group, members))
         self.report(CallReturned(call, running.length.num_tokens))
 
 
-def stand_in(versions: list[PolicyVersion]) -> PartialRollout:
-    """Return a rollout that has one token for each version.
+def stand_in(shares: Shares, num_tokens: int) -> PartialRollout:
+    """Return a rollout of `num_tokens` tokens, or of one for each version if that is more.
 
-    A real rollout would have all tokens.
+    The versions share the tokens in proportion to `shares`. The learner predicts the times of
+    groups from their longest rollouts, so these have all of their tokens. To save time, the other
+    rollouts have one for each version.
     """
-    count = len(versions)
+    total = sum(share for _, share in shares)
+    counts = [max(1, int(num_tokens * share / total)) for _, share in shares]
+    counts[counts.index(max(counts))] += max(num_tokens, len(shares)) - sum(counts)
+    steps = np.array([[version.lineage, version.step] for version, _ in shares], dtype=np.int32)
+    count = sum(counts)
     return PartialRollout(
         token_ids=np.zeros(count, dtype=np.int32),
         sampler_logprobs=np.full(count, -0.5, dtype=np.float32),
-        policy_versions=np.array([[v.lineage, v.step] for v in versions], dtype=np.int32),
+        policy_versions=np.repeat(steps, counts, axis=0),
         completion_mask=np.ones(count, dtype=np.bool_),
         finish_reason="stop",
         num_segments=1,

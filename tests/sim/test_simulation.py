@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -397,3 +398,14 @@ def test_equal_workers_that_join_one_after_the_other_share_the_first_batch(
     made = [worker.role.num_accepted for worker in workers if worker is not None]
     assert sum(made) == 12
     assert abs(made[0] - made[1]) <= 1
+
+
+def test_the_learner_measures_the_true_lengths_and_speeds() -> None:
+    fast = make_offer("fast", count=1, tokens_per_s=800.0)
+    simulation = Simulation(make_scenario(fast, make_offer("slow", count=1, tokens_per_s=200.0)))
+    simulation.run()
+    measured = simulation.learner.role.scheduler.finish_times
+    lengths = [simulation.groups.length(number).longest for number in range(40)]
+    assert measured.lengths.mean == pytest.approx(fmean(lengths), rel=0.1)
+    speeds = [measured.of(name).measured for name in ("fast-1", "slow-1")]
+    assert speeds[0] == pytest.approx(4 * speeds[1], rel=0.25)
