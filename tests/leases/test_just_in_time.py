@@ -135,6 +135,16 @@ class TestHolding:
         # The second running group comes within the margin: another is begun in its place.
         assert due == SIZE - 2
 
+    def test_a_slow_group_is_replaced_by_one_of_the_next_version(self) -> None:
+        # Admission allows one more group. The running one is late for its batch, the last one that
+        # is allowed; groups that the next version makes room for are in time for this batch.
+        pace = at_step(3, max_staleness=3)
+        load = worker(now=30.0, most_promised=6 * SIZE)
+        due = num_due(
+            pace, load, version=2, step=3, num_accepted=3 * SIZE - 2, running=(1000.0,), now=30.0
+        )
+        assert due == 0
+
     def test_groups_count_by_the_share_that_is_useful(self) -> None:
         pace = at_step(3)
         pace.installed("w", 3, now=31.0)

@@ -10,7 +10,8 @@ the next version can still sample the group in time:
             + running groups that should be done by max(ready(b) - margin, soonest)
             + delayed groups that would be done by ready(b) - margin, if each began at
               arrival(worker) or, if earlier, when its worker's running groups are done; workers
-              whose groups would then reach the bound on staleness are left out
+              whose groups would then reach the bound on staleness are left out. The delayed groups
+              are those that admission allows, or will allow with the next version
     due     = max over b of need(b) - have(b)         groups to grant now, at least 0
 
 * B is the number of groups per step.
@@ -271,11 +272,14 @@ class JustInTime:
         size, first = self._groups_per_step, self._step + self._is_training
         most = max(load.most_promised for load in loads)
         num_held = min(most, (first + MAX_BATCHES) * size) - num_promised
+        num_next = num_held + self._period * size
         share = self._useful_share
         soonest = min((load.finish_at for load in loads if load.num_free > 0), default=now)
         made_at = sorted(running)
-        # A group that is not useful, even a running one, is replaced by a further group.
-        num_later = math.ceil((num_held + (1 - share) * len(made_at)) / share)
+        # A group that is not useful, even a running one, is replaced by a further group. A running
+        # group that is late for the last batch that admission allows is replaced by a group of the
+        # next version. Without these groups, a slow worker would keep the queue full.
+        num_later = math.ceil((num_next + (1 - share) * len(made_at)) / share)
         held_at = sorted(self._held_done_at(loads, installed, num_later, now))
         num_needed = 0
         for batch in range(first, (num_promised + num_held - 1) // size + 1):
@@ -292,6 +296,12 @@ class JustInTime:
     @property
     def _step_s(self) -> float:
         return statistics.median(self._busy_s)
+
+    @property
+    def _period(self) -> int:
+        """Number of steps between two versions."""
+        before, newest = self._versions
+        return max(1, newest - before)
 
     @property
     def _is_open(self) -> bool:
@@ -319,9 +329,9 @@ class JustInTime:
         delay_s = self._delay_s.get(worker_id)
         if delay_s is None:
             return now
-        before, step = self._versions
+        step = self._versions[1]
         if step <= installed:
-            step += max(1, step - before)
+            step += self._period
         made_at = self._made_at.get(step)
         if made_at is None:
             ahead = self._ready_at(step, now) - self._step_s
@@ -357,10 +367,9 @@ class JustInTime:
 
     def _least_staleness(self, load: Load) -> int:
         """Return how stale a group becomes if it is begun right after a version was installed."""
-        before, step = self._versions
         group_s = load.finish_at - load.free_at[0]
         late_s = (self._delay_s.get(load.node_id) or 0.0) + group_s + self.margin_s
-        return math.ceil(late_s / self._step_s) + max(1, step - before) - 1
+        return math.ceil(late_s / self._step_s) + self._period - 1
 
     def _note_held(self, num_promised: int, due: int, num_possible: int, now: float) -> None:
         """Record since when each group is delayed.
