@@ -37,6 +37,9 @@ In the other cases, some nodes may still be too slow: even if their groups began
 possible, the groups would be less than SLACK versions below the staleness bound. These nodes also
 begin as early as admission allows. Each node counts in proportion to its rate.
 
+The groups of a batch that begins early begin one after another, as workers become free. The later
+ones are from newer versions.
+
 Batches that begin early accumulate until they reach the staleness bound. If the fleet is only a
 little faster than the learner, this takes many steps. The prediction is for the steps after that.
 
@@ -73,6 +76,9 @@ required speed can always delay grants."""
 SLACK = 1
 """Grants are delayed only as long as groups stay at least this many versions below the staleness
 bound. Otherwise a late group would be stale."""
+_PARTS = 8
+"""Groups of a batch that begin early begin at this many instants, evenly spread over the time in
+which the fleet makes a batch."""
 _CHANGE = 0.9
 """A resource is improved by this factor to test whether it limits the run."""
 
@@ -381,23 +387,38 @@ class _Pipeline:
     def _seconds(self, *, is_just_in_time: bool) -> dict[int, float]:
         """Return for how many seconds the last batches of each staleness are generated.
 
-        The version that is installed during generation determines a batch's staleness. If
-        `is_just_in_time`, each batch begins at the latest instant that delays no step.
+        The version that is installed during generation determines the staleness. If
+        `is_just_in_time`, each batch begins at the latest instant that delays no step. Otherwise
+        its groups begin one after another, as workers become free.
         """
         found: dict[int, float] = {}
         free_until = math.inf
         num_steps = _CYCLES // 2 * self.job.publish_period
         for step in reversed(range(len(self.begins) - num_steps, len(self.begins))):
-            begin, work_s = self.begins[step], max(self.batch_s, self.latency_s)
-            ready_at = self.ends[step + 1] - self.job.train_s
+            begin, ready_at = self.begins[step], self.ends[step + 1] - self.job.train_s
             if is_just_in_time:
                 until = min(ready_at - self.tail_s, free_until)
                 latest = min(self._begin_of_work(until, self.batch_s), ready_at - self.latency_s)
-                begin = max(begin, latest)
-            free_until = begin
-            for since, until in self._spans_of_work(begin, work_s):
+                free_until = begin = max(begin, latest)
+                spans = self._spans_of_work(begin, max(self.batch_s, self.latency_s))
+            else:
+                spans = self._spans_of_groups(begin)
+            for since, until in spans:
                 self._note_staleness(found, step, since, min(until, ready_at))
         return found
+
+    def _spans_of_groups(self, begin: float) -> list[tuple[float, float]]:
+        """Return the intervals in which the groups of a batch are generated.
+
+        The batch's first group starts at or after `begin`, and its last one `batch_s` of work
+        later.
+        """
+        part_s = self.batch_s / _PARTS
+        spans = []
+        for part in range(_PARTS):
+            begun_at = self._spans_of_work(begin, part * part_s)[-1][1]
+            spans += self._spans_of_work(begun_at, max(part_s, self.latency_s))
+        return spans
 
     def _begin_of_work(self, end: float, work_s: float) -> float:
         """Return when workers must begin, so that they work for `work_s` seconds until `end`."""

@@ -153,6 +153,16 @@ def test_groups_that_are_made_early_accumulate_up_to_the_bound() -> None:
             assert found.mean_staleness == pytest.approx(expected, abs=0.06)
 
 
+def test_the_groups_of_an_early_batch_begin_one_after_another() -> None:
+    # The fleet makes a batch in 8 s of a step of 10 s, and needs its only node, so groups begin as
+    # early as S = 3 allows. Each takes 10 s. The eight parts of a batch begin 0, 1, ... 7 s after
+    # the version of S steps before is installed, and end as long after the next one: 3.5 s, mean.
+    job = replace(JOB, publish_period=1, max_staleness=3)
+    nodes = [NodeSpeed(rate=8.0, group_s=10.0)]
+    found = predict(job, rate=8.0, broadcast_s=0.0, latency_s=10.0, nodes=nodes)
+    assert found.staleness == pytest.approx({2: 0.35, 3: 0.65})
+
+
 def test_a_starved_learner_waits_for_what_is_missing() -> None:
     # 80 % of the required rate: a batch takes 12.5 s, a step 10: it waits a fifth of the time.
     prediction = predict(JOB, rate=0.8 * 6.4, broadcast_s=1.0, latency_s=1.0)
