@@ -74,6 +74,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "decoupled_ppo + tis": ("kind=decoupled_ppo", "importance_weight=token_tis"),
     "gspo .2/.28": ("kind=gspo", "clip_low=0.2", "clip_high=0.28"),
     "gspo .02/.03": ("kind=gspo", "clip_low=0.02", "clip_high=0.03"),
+    "gspo .02/.05": ("kind=gspo", "clip_low=0.02", "clip_high=0.05"),
     "gspo 3e-4/4e-4": ("kind=gspo", "clip_low=3e-4", "clip_high=4e-4"),
     "gepo no clip": ("kind=gepo", "clip_low=false", "clip_high=false"),
     "gepo .2": ("kind=gepo", "clip_low=0.2", "clip_high=0.2"),
@@ -98,7 +99,7 @@ LOSSES |= {
 }  # fmt: skip
 CHOSEN = "gspo .02/.03"
 COMPARED = (
-    CHOSEN, f"{CHOSEN} + ess", "dppo_tv", "grpo", "cispo + centering", "oapl beta .3", "m2po",
+    CHOSEN, "gspo .02/.05", f"{CHOSEN} + ess", "dppo_tv", "grpo", "cispo + centering", "oapl beta .3", "m2po",
     f"{CHOSEN} + centering", "none + centering", "sapo", "gepo .2", "none", "oapl",
 )  # fmt: skip
 """Losses of the experiments `corrections`, those that tell most first."""
