@@ -2,6 +2,7 @@
 
     python bench/bench_just_in_time.py --only grid --name grid [--rates 2.0]
     python bench/bench_just_in_time.py --only fleets --name fleets [--seeds 0 30]
+    python bench/bench_just_in_time.py --only planned --name planned --seeds 30 158 --steps 600
     python bench/bench_just_in_time.py --only quickstart --name quickstart --seeds 0 2
     python bench/bench_just_in_time.py --only quickstart --name smollm2 --model smollm2 --bounds 2
 
@@ -9,6 +10,7 @@ Each case runs on virtual time with `sync.eager` and without, for several draws 
 completions. A figure is the mean of the draws: the first group that is granted later changes the
 lengths of all later groups, so two runs of one draw differ by chance, too. `grid` gives six equal
 workers these shares of the required rate; `fleets` draws unequal fleets, and some lose workers.
+`planned` leaves out those that the planner would not propose, which are too slow.
 `quickstart` runs the real quickstart of each seed at each bound, in turns.
 
 The staleness that is forced: a token that is sampled u steps before its batch is trained is sampled
@@ -39,7 +41,7 @@ from bench_rule import TRAIN_S, make_job, make_scenario
 from harness import new_parser, parse, save
 from learning.quickstart import read_evaluations, train
 
-from echo.config.fleet_schema import FaultRow, SimRow
+from echo.config.fleet_schema import FaultRow, JobRow, SimRow
 from echo.fleet.job import Job
 from echo.fleet.market import Offer, Region, RentedFleet
 from echo.fleet.overlap import is_enough, predict
@@ -53,6 +55,9 @@ RATES = (0.8, 1.0, 1.2, 2.0, 4.0)
 GRID = ((2, 1, 0.1, 0.5), (2, 1, 0.5, 0.5), (6, 1, 0.1, 0.5), (6, 2, 1.5, 0.5), (11, 4, 3.0, 0.5),
         (2, 1, 0.1, 1.0))  # fmt: skip
 """(S, kappa, T_bcast / T_train, spread of the lengths)."""
+
+MARGIN = JobRow.model_fields["margin"].default
+"""By how much the planner wants a fleet to exceed the required rate."""
 
 
 def least_staleness(period: int, broadcast: float, window: float) -> float:
@@ -227,6 +232,17 @@ def _foreseen(scenario: Scenario, case: dict[str, Any]) -> dict[str, float | boo
     }
 
 
+def is_proposed(scenario: Scenario) -> bool:
+    """Return whether the planner would propose the fleet, with its usual margin."""
+    job, fleet, counts = scenario.job, scenario.fleet, scenario.counts
+    return is_enough(
+        replace(job, margin=MARGIN),
+        rate=fleet.rate(job, counts),
+        broadcast_s=fleet.broadcast_s(job, counts),
+        latency_s=fleet.latency_s(job, counts),
+    )
+
+
 def _run(scenario: Scenario, *, is_eager: bool) -> Summary:
     settings = scenario.settings.model_copy(update={"is_eager": is_eager})
     changed = replace(scenario, settings=settings)
@@ -317,7 +333,7 @@ def show(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--only", choices=("fleets", "grid", "quickstart"))
+    parser.add_argument("--only", choices=("fleets", "planned", "grid", "quickstart"))
     parser.add_argument("--name", default="all", help="the end of the result's name")
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30))
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
@@ -334,12 +350,12 @@ def main() -> None:
         run_quickstarts(options)
         return
     cases: list[tuple[str, tuple[Scenario, dict[str, Any]]]] = []
-    if options.only != "fleets":
+    if options.only in (None, "grid"):
         cells = [(cell, rate) for rate in options.rates for cell in GRID]
         cases += [("grid", draw_grid(cell, rate, options.steps)) for cell, rate in cells]
     if options.only != "grid":
-        seeds = range(*options.seeds)
-        cases += [(f"fleet {seed}", draw_fleet(seed, options.steps)) for seed in seeds]
+        drawn = [(f"fleet {n}", draw_fleet(n, options.steps)) for n in range(*options.seeds)]
+        cases += [each for each in drawn if options.only != "planned" or is_proposed(each[1][0])]
     rows: list[dict[str, Any]] = []
     for name, (scenario, case) in cases:
         rows.append({"name": name} | measure(scenario, case, options.draws))
