@@ -100,7 +100,8 @@ LOSSES |= {
 CHOSEN = "gspo .02/.03"
 COMPARED = (
     CHOSEN, "gspo .02/.05", f"{CHOSEN} + ess", "dppo_tv", "grpo", "cispo + centering",
-    "oapl beta .3", "m2po", f"{CHOSEN} + centering", "none + centering", "sapo", "gepo .2", "none", "oapl",
+    "oapl beta .3", "m2po", f"{CHOSEN} + centering", "none + centering", "sapo", "gepo .2",
+    "none", "oapl",
 )  # fmt: skip
 """Losses of the experiments `corrections`, those that tell most first."""
 AGES = ("fixed:11", "fixed:32", "fixed:6", "fixed:3", "fixed:0", "uniform:64")
