@@ -145,6 +145,20 @@ class TestHolding:
         )
         assert due == 0
 
+    def test_broadcasts_that_skip_versions_tell_the_period_all_the_same(self) -> None:
+        # Versions 1 and 2 arrive, 3 is skipped for 4. Version 5 is installed at some 63 s, so the
+        # groups of batch 7, which are needed at 70 s, wait for it. Version 6 would be too late.
+        pace = make_pace()
+        pace.installed("w", 0, now=0.0)
+        for step in range(5):
+            pace.begin_step(waited_s=0.0, now=step * STEP_S)
+            pace.end_step(step + 1, now=(step + 1) * STEP_S)
+        for version, at in ((1, 22.5), (2, 35.0), (4, 52.5)):
+            pace.installed("w", version, now=at)
+        pace.begin_step(waited_s=0.0, now=50.0)
+        load = worker(now=52.5)
+        assert num_due(pace, load, version=4, step=5, num_accepted=2 * SIZE, now=52.5) == 0
+
     def test_groups_count_by_the_share_that_is_useful(self) -> None:
         pace = at_step(3)
         pace.installed("w", 3, now=31.0)

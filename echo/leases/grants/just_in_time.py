@@ -30,8 +30,9 @@ group is delayed.
 period is the median time from the beginning of a step until the learner can begin the next step.
 
 **arrival(worker)** is the end of the optimizer step that makes the next version, plus the worker's
-usual delay from there to the installation. The time between two versions is assumed to be the time
-between the last two. A version that is late is expected at any moment.
+usual delay from there to the installation. The number of steps between two versions is assumed to
+be the smaller one of the last two, because broadcasts that outlast this time skip versions. A
+version that is late is expected at any moment.
 
 **margin** is a safety margin, in seconds, against errors of the estimates, such as the lengths of
 groups. If the learner has waited for a batch, the margin grows by this wait, but at most by the
@@ -131,8 +132,8 @@ class JustInTime:
         step's version."""
         self._installed: RecentMap[str, int] = RecentMap(max_entries=MAX_WORKERS)
         """For each worker, the step of the version that it has installed."""
-        self._versions = (step, step)
-        """Steps of the last two versions that at least one worker has installed."""
+        self._versions = (step, step, step)
+        """Steps of the last three versions that at least one worker has installed."""
         self._margin_s: float | None = None
         self._held_since: dict[int, float] = {}
         """For each delayed group, the time at which it was first delayed. Groups are numbered as
@@ -188,8 +189,8 @@ class JustInTime:
         if before == step:
             return
         self._installed[worker_id], self.deadline = step, None
-        if step > self._versions[1]:
-            self._versions = (self._versions[1], step)
+        if step > self._versions[-1]:
+            self._versions = (*self._versions[1:], step)
         made_at = self._made_at.get(step)
         if made_at is not None and before is not None:
             delay_s, known_s = now - made_at, self._delay_s.get(worker_id)
@@ -299,9 +300,12 @@ class JustInTime:
 
     @property
     def _period(self) -> int:
-        """Number of steps between two versions."""
-        before, newest = self._versions
-        return max(1, newest - before)
+        """Number of steps between two versions.
+
+        Broadcasts that outlast this time skip versions, so the smaller of two differences counts.
+        """
+        first, second, third = self._versions
+        return max(1, min(second - first or third - second, third - second))
 
     @property
     def _is_open(self) -> bool:
@@ -329,7 +333,7 @@ class JustInTime:
         delay_s = self._delay_s.get(worker_id)
         if delay_s is None:
             return now
-        step = self._versions[1]
+        step = self._versions[-1]
         if step <= installed:
             step += self._period
         made_at = self._made_at.get(step)
