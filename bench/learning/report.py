@@ -60,6 +60,8 @@ def report(
         "models": sorted({(row["task"], row["model"]) for row in rows}),
         "cpu_min": round(sum(row["cpu_s"] for row in rows) / 60, 1),
     }
+    # Files of runs with other settings have their names: "_learning_rate4e-4".
+    changed = "".join(f"_{each.rpartition('.')[2].replace('=', '')}" for each in same["set"])
     for name, cases in experiments.items():
         found: dict[str, Any] = {}
         references: dict[str, str] = {}
@@ -75,8 +77,8 @@ def report(
         print_table(name, found)
         result[name] = found
         draw = plot_by_lag if name.startswith("corrections") else plot
-        print(f"wrote {draw(name, found, same['steps'])}")
-    what = f"staleness_{'_'.join(name for name in experiments if name in result)}"
+        print(f"wrote {draw(name + changed, found, same['steps'])}")
+    what = f"staleness_{'_'.join(name for name in experiments if name in result)}{changed}"
     print(f"wrote {harness.save(what, result)}")
 
 
