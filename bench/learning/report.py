@@ -77,7 +77,7 @@ def report(
         print_table(name, found)
         result[name] = found
         draw = plot_by_lag if name.startswith("corrections") else plot
-        print(f"wrote {draw(name + changed, found, same['steps'])}")
+        print(f"wrote {draw(name, found, same['steps'], changed)}")
     what = f"staleness_{'_'.join(name for name in experiments if name in result)}{changed}"
     print(f"wrote {harness.save(what, result)}")
 
@@ -181,7 +181,7 @@ def print_table(name: str, found: Mapping[str, Any]) -> None:
         )
 
 
-def plot(name: str, found: Mapping[str, Any], steps: int) -> Any:
+def plot(name: str, found: Mapping[str, Any], steps: int, changed: str) -> Any:
     """Plot curves, last and best values, and the realised staleness; return the file."""
     figure = harness.new_figure((14, 8.6), dpi=110)
     (sampled, greedy), (scores, lags) = figure.subplots(2, 2)
@@ -214,12 +214,12 @@ def plot(name: str, found: Mapping[str, Any], steps: int) -> Any:
     counts = sorted({len(summary["seeds"]) for summary in found.values()})
     seeds = " or ".join(map(str, counts)) + (" seed" if counts == [1] else " seeds")
     figure.suptitle(f"{TITLES[name]}; {steps} steps, {seeds}, mean and deviation")
-    path = harness.result_path(f"staleness_{name}", ".png")
+    path = harness.result_path(f"staleness_{name}{changed}", ".png")
     figure.savefig(path)
     return path
 
 
-def plot_by_lag(name: str, found: Mapping[str, Any], steps: int) -> Any:
+def plot_by_lag(name: str, found: Mapping[str, Any], steps: int, changed: str) -> Any:
     """Plot each loss's last values over the lags that were measured; return the file."""
     by_loss: dict[str, dict[str, Any]] = {}
     for label, summary in found.items():
@@ -246,7 +246,7 @@ def plot_by_lag(name: str, found: Mapping[str, Any], steps: int) -> Any:
     names = figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
     names.set_frame_on(False)
     figure.suptitle(f"{TITLES[name]}; {steps} steps, mean and deviation over seeds")
-    path = harness.result_path(f"staleness_{name}", ".png")
+    path = harness.result_path(f"staleness_{name}{changed}", ".png")
     figure.savefig(path)
     return path
 
