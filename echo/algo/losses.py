@@ -742,13 +742,13 @@ class GspoLoss:
     is wider than the paper's 3e-4 / 4e-4 (section 5.1), which would clip most of the batch. |log r|
     of each token is limited to 20, before the mean.
     Limits: a rollout's mean moves far less than a token's ratio, so ranges for tokens (.2 / .28)
-    hardly ever act. The default was the best of three ranges on completions of 24 tokens
+    hardly ever act. The default was the best of four ranges on completions of 24 tokens
     (bench/bench_staleness.py). On longer completions the clip acts less often.
     """
 
     clip_low: float | None = 0.02
     """Width of the range below 1 in which a ratio still has a gradient, 0..1; None for no bound."""
-    clip_high: float | None = 0.03
+    clip_high: float | None = 0.05
     """Width of the range above 1 in which a ratio still has a gradient, >= 0; None for no bound."""
     score_centering: int = 0
     """Number of likely ids at each token that score centering uses; 0 for no score centering. The

@@ -182,7 +182,7 @@ class GspoSection(ClippedSection):
 
     kind: Literal["gspo"]
     clip_low: ClipLow = 0.02
-    clip_high: ClipHigh = 0.03
+    clip_high: ClipHigh = 0.05
     score_centering: ScoreCentering = 0
 
 

@@ -237,7 +237,7 @@ def decoupled_ppo(
 def gspo(
     rollouts: Sequence[SlowRollout],
     low: float = 0.02,
-    high: float = 0.03,
+    high: float = 0.05,
     *,
     keep: Keep = keep_all,
 ) -> float:

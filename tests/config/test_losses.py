@@ -154,7 +154,7 @@ def test_advantages_are_scaled_as_the_paper_does_unless_told(
 def test_what_a_saved_run_did_not_choose_follows_the_loss() -> None:
     saved = resolved(parse_config({}, ["loss.clip_low=false", "loss.kind=grpo"]))
     config = parse_config(saved, ["loss.kind=gspo"], is_saved=True)
-    expected = {"clip_low": None, "clip_high": 0.03, "score_centering": 0}
+    expected = {"clip_low": None, "clip_high": 0.05, "score_centering": 0}
     assert config.loss.own_options() == expected
 
 
