@@ -407,5 +407,5 @@ def test_the_learner_measures_the_true_lengths_and_speeds() -> None:
     measured = simulation.learner.role.scheduler.finish_times
     lengths = [simulation.groups.length(number).longest for number in range(40)]
     assert measured.lengths.mean == pytest.approx(fmean(lengths), rel=0.1)
-    speeds = [measured.of(name).measured for name in ("fast-1", "slow-1")]
+    speeds = [measured.of(name).measured or 0.0 for name in ("fast-1", "slow-1")]
     assert speeds[0] == pytest.approx(4 * speeds[1], rel=0.25)
