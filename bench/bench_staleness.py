@@ -98,6 +98,7 @@ LOSSES |= {
     "cispo + centering": ("kind=cispo", "score_centering=32"),
 }  # fmt: skip
 CHOSEN = "gspo .02/.03"
+"""The best of the first three ranges. Other losses are compared with it."""
 COMPARED = (
     CHOSEN, "gspo .02/.05", f"{CHOSEN} + ess", "dppo_tv", "grpo", "cispo + centering",
     "oapl beta .3", "m2po", f"{CHOSEN} + centering", "none + centering", "sapo", "gepo .2",

@@ -30,9 +30,10 @@ group is delayed.
 period is the median time from the beginning of a step until the learner can begin the next step.
 
 **arrival(worker)** is the end of the optimizer step that makes the next version, plus the worker's
-usual delay from there to the installation. The number of steps between two versions is assumed to
-be the smaller one of the last two, because broadcasts that outlast this time skip versions. A
-version that is late is expected at any moment.
+usual delay from there to the installation. The next version is assumed to be one period, in steps,
+after the newest one. The period is the smaller of the last two differences between versions,
+because broadcasts that outlast the period skip versions. A version that is late is expected at any
+moment.
 
 **margin** is a safety margin, in seconds, against errors of the estimates, such as the lengths of
 groups. If the learner has waited for a batch, the margin grows by this wait, but at most by the
@@ -300,10 +301,7 @@ class JustInTime:
 
     @property
     def _period(self) -> int:
-        """Number of steps between two versions.
-
-        Broadcasts that outlast this time skip versions, so the smaller of two differences counts.
-        """
+        """Number of steps between two publications, as far as the installed versions tell it."""
         first, second, third = self._versions
         return max(1, min(second - first or third - second, third - second))
 
